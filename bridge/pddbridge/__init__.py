@@ -1,0 +1,1 @@
+"""What two engines must agree on. Imports numpy, ml_dtypes and grpc; never jax, never torch."""

@@ -1,0 +1,143 @@
+"""The contract that both engines fulfil. An engine knows tensors and pages; it knows no roles, no requests, no network.
+
+One ragged batch serves every phase: a prefill chunk is a row with many new tokens, an extend row has a few, a decode row has one.
+All calls come from one thread, the worker's step thread. Arrays are numpy, on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from pddbridge.kv_layout import KVLayout
+from pddbridge.kv_spec import HeadRange, KVSpec, LayerRange, TokenRange
+from pddbridge.model_spec import ModelSpec
+from pddbridge.sampling_params import SamplingParams, TokenRecord
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What a composition root decides for an engine.
+
+    ``compute_dtype``: "float32" (exact tests, and fastest for JAX on a CPU) or "bfloat16". ``max_step_tokens`` bounds T,
+    ``max_rows`` bounds R of any step; compiled shapes come from buckets up to them. ``compile_cache_dir``: where compiled programs survive a restart,
+    None for nowhere.
+    """
+
+    device: str
+    compute_dtype: str
+    kv_dtype: str
+    page_size: int
+    num_pages: int
+    max_context_tokens: int
+    max_step_tokens: int
+    max_rows: int
+    num_threads: int
+    compile_cache_dir: str | None
+
+
+@dataclass(frozen=True)
+class SampleRow:
+    """Row ``row`` of the step samples log position ``position``.
+
+    ``prompt_ids`` [n] i32 and ``log_ids`` [position] i32 are what the penalties look at.
+    """
+
+    row: int
+    position: int
+    params: SamplingParams
+    prompt_ids: np.ndarray
+    log_ids: np.ndarray
+
+
+@dataclass(frozen=True)
+class Step:
+    """One ragged batch of R rows and T new tokens.
+
+    ``token_ids`` [T] i32, rows back to back · ``row_starts`` [R+1] i32 · ``context_lens`` [R] i32, tokens already in KV, so new
+    token i of row r stands at position ``context_lens[r] + i`` and attends to itself and everything before ·
+    ``page_tables`` [R, P] i32, token position t of row r lives in page ``page_tables[r, t // page_size]``, slot ``t % page_size``;
+    entries past what the row needs are 0 and never read or written · ``samples``: rows whose last new token's logits choose a token.
+
+    Slots past ``context_lens[r] + new`` may hold anything (NaN included) and must not influence a result. Rows may share pages before their
+    ``context_lens``; pages that are written belong to one row.
+    """
+
+    token_ids: np.ndarray
+    row_starts: np.ndarray
+    context_lens: np.ndarray
+    page_tables: np.ndarray
+    samples: tuple[SampleRow, ...]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One record per entry of ``Step.samples``, in its order."""
+
+    records: tuple[TokenRecord, ...]
+
+
+@dataclass(frozen=True)
+class KVBlock:
+    """A rectangle of one plane in wire order: ``values`` [layers, tokens, heads, dim] in the spec's KV dtype, C-contiguous."""
+
+    plane: str
+    layers: LayerRange
+    tokens: TokenRange
+    heads: HeadRange
+    values: np.ndarray
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counters since construction. ``compilations`` counts traced-and-compiled programs (0 for engines that compile nothing)."""
+
+    compilations: int
+    steps: int
+    fallbacks: dict[str, int]
+
+
+class Engine(Protocol):
+    """See the module docstring. Construction loads weights; ``warm_up`` compiles every bucket."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def spec(self) -> ModelSpec: ...
+    @property
+    def kv_spec(self) -> KVSpec: ...
+    @property
+    def layout(self) -> KVLayout: ...
+    @property
+    def config(self) -> EngineConfig: ...
+    @property
+    def weights_digest(self) -> str: ...
+
+    def warm_up(self, progress: Callable[[int, int, str], None]) -> None:
+        """Compile and run every bucket once. ``progress(done, total, what)`` is called after each."""
+
+    def step(self, step: Step) -> StepResult:
+        """Run one step. Writes the new tokens' KV, samples where asked. Raises ValueError if the step breaks the contract."""
+
+    def logits(self, step: Step) -> np.ndarray:
+        """As ``step`` but returns float32 logits [len(samples), vocab] of the sampling rows instead of tokens (conformance, audits)."""
+
+    def read_kv(self, page_table: np.ndarray, tokens: TokenRange) -> tuple[KVBlock, ...]:
+        """Copy the KV of ``tokens`` out of the pages of ``page_table`` [P] i32: one block per plane, all layers, all heads."""
+
+    def write_kv(self, page_table: np.ndarray, block: KVBlock) -> None:
+        """Place a block into the pages of ``page_table`` [P] i32; touches nothing outside the block's ranges."""
+
+    def copy_page(self, source: int, destination: int) -> None:
+        """Copy all slots of page ``source`` to page ``destination`` (copy-on-write inside a page)."""
+
+    def stats(self) -> EngineStats: ...
+
+
+class EngineFactory(Protocol):
+    """``pddjax.engine:create`` and ``pddtorch.engine:create``: what a worker calls after choosing an engine by name."""
+
+    def __call__(self, model_dir: str, config: EngineConfig) -> Engine: ...

@@ -1,0 +1,1 @@
+"""Generated stubs, conversions to our dataclasses, channel and server helpers."""

@@ -1,0 +1,1 @@
+"""The operations engines run on chips. Sub-modules import only their own framework."""

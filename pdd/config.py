@@ -1,0 +1,150 @@
+"""The launch config: one file names both sites, both engines, the links between and the policy. Owns validation; reads no environment.
+
+``load`` raises ``ValueError`` with one line per mistake, each naming the field, the value given and what is allowed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+Role = Literal["prefill", "relay", "main"]
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
+Port = Annotated[int, Field(ge=1, le=65535)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class EmulatedLink(_Strict):
+    """What the emulator does to each direction of a link."""
+
+    rate_mbit_s: Annotated[float, Field(gt=0)]
+    rtt_ms: Annotated[float, Field(ge=0, le=10_000)] = 0.0
+    jitter_ms: Annotated[float, Field(ge=0, le=10_000)] = 0.0
+
+
+class LinkConfig(_Strict):
+    """A link between two sites. Without ``emulate`` the sites are reached directly."""
+
+    between: tuple[Name, Name]
+    emulate: EmulatedLink | None = None
+
+
+class WorkerConfig(_Strict):
+    """One worker process. ``port`` and ``kv_port`` may be left out: the launcher then picks free ones."""
+
+    name: Name
+    role: Role
+    site: Name
+    engine: Literal["jax", "torch"]
+    device: str = "cpu"
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    page_size: Annotated[int, Field(ge=1, le=1024)]
+    num_pages: Annotated[int, Field(ge=2)]
+    max_context_tokens: Annotated[int, Field(ge=2)]
+    max_step_tokens: Annotated[int, Field(ge=1)] = 256
+    max_rows: Annotated[int, Field(ge=1)] = 8
+    threads: Annotated[int, Field(ge=1)] = 1
+    prefix_cache: bool = True
+    host: str = "127.0.0.1"
+    port: Port | None = None
+    kv_port: Port | None = None
+
+    @model_validator(mode="after")
+    def _pool_holds_one_request(self) -> WorkerConfig:
+        if self.num_pages * self.page_size < self.max_context_tokens:
+            raise ValueError(
+                f"num_pages x page_size = {self.num_pages * self.page_size} tokens cannot hold one request of"
+                f" max_context_tokens={self.max_context_tokens}"
+            )
+        return self
+
+
+class PolicyConfig(_Strict):
+    """``pipeline``: "auto" decides per request; the others force one. ``direct_budget_s``: predicted wait for KV up to which
+    "auto" goes direct. ``catch_up_chunk``: log tokens that main ingests at once while the relay runs on; above it "auto" catches up.
+    """
+
+    pipeline: Literal["auto", "direct", "relay"] = "auto"
+    direct_budget_s: Annotated[float, Field(ge=0)] = 0.5
+    handoff: Literal["auto", "one_shot", "catch_up"] = "auto"
+    catch_up_chunk: Annotated[int, Field(ge=1)] = 64
+    fallback_recompute: bool = True
+
+
+class ServingConfig(_Strict):
+    """``allow_override``: clients may force pipeline and handoff per request (benchmarks, tests, proofs)."""
+
+    host: str = "127.0.0.1"
+    http_port: Port | None = None
+    grpc_port: Port | None = None
+    site: Name
+    max_body_bytes: Annotated[int, Field(ge=1024)] = 4 * 1024 * 1024
+    max_queued_requests: Annotated[int, Field(ge=1)] = 256
+    request_timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    default_max_tokens: Annotated[int, Field(ge=1)] = 256
+    allow_override: bool = False
+
+
+class LaunchConfig(_Strict):
+    """``model``: a name that ``pdd pull`` fetched, or a local directory. ``kv_dtype`` is one for all workers, or no KV can move."""
+
+    model: str
+    kv_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    sites: Annotated[tuple[Name, ...], Field(min_length=1)]
+    links: tuple[LinkConfig, ...] = ()
+    workers: Annotated[tuple[WorkerConfig, ...], Field(min_length=1)]
+    serving: ServingConfig
+    policy: PolicyConfig = PolicyConfig()
+    start_timeout_s: Annotated[float, Field(gt=0)] = 300.0
+
+    @model_validator(mode="after")
+    def _names_fit(self) -> LaunchConfig:
+        names = [worker.name for worker in self.workers]
+        for name in sorted({n for n in names if names.count(n) > 1}):
+            raise ValueError(f"workers: name {name!r} given twice")
+        for role in ("prefill", "main"):
+            if not any(worker.role == role for worker in self.workers):
+                raise ValueError(f"workers: none has role {role!r}")
+        if self.policy.pipeline == "relay" and not any(worker.role == "relay" for worker in self.workers):
+            raise ValueError("policy.pipeline: 'relay' given, but no worker has role 'relay'")
+        for where, site in [(f"workers.{w.name}.site", w.site) for w in self.workers] + [("serving.site", self.serving.site)]:
+            if site not in self.sites:
+                raise ValueError(f"{where}: given {site!r}, allowed {list(self.sites)}")
+        for link in self.links:
+            for site in link.between:
+                if site not in self.sites:
+                    raise ValueError(f"links.between: given {site!r}, allowed {list(self.sites)}")
+        return self
+
+    def link(self, site: str, other: str) -> LinkConfig | None:
+        """The declared link between two sites, in either order; None for a site and itself or when nothing is declared."""
+        return next((link for link in self.links if site != other and {site, other} == set(link.between)), None)
+
+
+def load(path: Path) -> LaunchConfig:
+    """Read and validate a launch config."""
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"config {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"config {path}: not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"config {path}: a mapping is expected, given {type(raw).__name__}")
+    try:
+        return LaunchConfig.model_validate(raw)
+    except ValidationError as error:
+        lines = [f"config {path}: {_line(e['loc'], e['msg'], e.get('input'))}" for e in error.errors()]
+        raise ValueError("\n".join(lines)) from error
+
+
+def _line(loc: tuple[int | str, ...], message: str, given: object) -> str:
+    where = ".".join(str(part) for part in loc) or "top level"
+    shown = "" if isinstance(given, dict | list | BaseModel) else f" (given {given!r})"
+    return f"{where}: {message.removeprefix('Value error, ')}{shown}"

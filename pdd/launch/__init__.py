@@ -1,0 +1,1 @@
+"""Bring up local processes and the emulated link between them."""

@@ -1,0 +1,1 @@
+"""Coordinator, OpenAI HTTP and gRPC front doors, text."""

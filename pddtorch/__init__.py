@@ -1,0 +1,1 @@
+"""PyTorch engine: the same contract as :mod:`pddjax`. Implements :class:`pddbridge.engine.Engine`."""
