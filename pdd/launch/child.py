@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import sys
 import threading
-from collections.abc import Callable
 
 
 def report(event: str, **fields: str | int | float) -> None:
@@ -14,12 +15,13 @@ def report(event: str, **fields: str | int | float) -> None:
     print(json.dumps({"event": event, **fields}), flush=True)
 
 
-def when_parent_ends(action: Callable[[], None]) -> None:
-    """Call ``action`` in a thread of its own once stdin, a pipe whose other end only the parent holds, is closed."""
+def when_parent_ends(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    """Set ``stop`` on ``loop`` once stdin, a pipe whose other end only the parent holds, is closed."""
 
     def watch() -> None:
         while os.read(sys.stdin.fileno(), 4096):
             pass
-        action()
+        with contextlib.suppress(RuntimeError):  # the loop is closed: we are ending anyway
+            loop.call_soon_threadsafe(stop.set)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
