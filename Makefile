@@ -1,0 +1,46 @@
+# Two commands: `make serve` and `make test`. Everything they need they set up themselves.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+CONFIG ?= configs/local.yaml
+MODEL ?= smollm2-135m
+
+.PHONY: serve test test-all lint bench proto install model clean
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml
+	@test -x $(BIN)/python || { echo "making a virtual environment in $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing (PyTorch, JAX and the rest; some minutes the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "torch>=2.9,<2.14"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[all]"
+	@touch $@
+
+model: install
+	@$(BIN)/pdd pull $(MODEL)
+
+# `make serve ONCE=1` ends by itself after one answer; its last line is a JSON object.
+serve: model
+	@$(BIN)/pdd serve $(CONFIG) $(if $(ONCE),--once)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tools/gen_proto.py --check
+
+test: lint model
+	$(BIN)/pytest -m "not slow"
+
+test-all: lint model
+	$(BIN)/pytest
+
+bench: model
+	$(BIN)/pdd bench ttft $(CONFIG) --json docs/measurements/ttft.json --plot docs/measurements/ttft.png
+
+proto: install
+	$(BIN)/python tools/gen_proto.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,118 @@
+"""The `pdd` command: a composition root. Reads argv and environment, wires the parts, turns errors into one clear line and a status."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from pdd.config import load
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Prefill and relay decode here, main decode there.")
+bench = typer.Typer(no_args_is_help=True, help="Measurements.")
+app.add_typer(bench, name="bench")
+
+_DEFAULT_CONFIG = Path("configs/local.yaml")
+ConfigArgument = Annotated[Path, typer.Argument(help="launch config (YAML)")]
+
+
+def cache_dir() -> Path:
+    """Where models and compiled programs are kept: $PDD_CACHE, else ~/.cache/pdd."""
+    return Path(os.environ.get("PDD_CACHE") or Path.home() / ".cache" / "pdd")
+
+
+def _fail(message: object) -> typer.Exit:
+    Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print(f"pdd: {message}")
+    return typer.Exit(1)
+
+
+@app.command()
+def serve(
+    config: ConfigArgument = _DEFAULT_CONFIG,
+    question: Annotated[str | None, typer.Option("--ask", help="question to ask once ready; default: a long one that is shipped")] = None,
+    quiet: Annotated[bool, typer.Option("--no-ask", help="ask nothing")] = False,
+    once: Annotated[bool, typer.Option("--once", help="end after the answer; its last line is a JSON object")] = False,
+    max_tokens: Annotated[int, typer.Option(help="length of that answer")] = 220,
+) -> None:
+    """Launch all processes of CONFIG on this machine, ask one question, keep serving."""
+    from pdd.launch.ask import AskError
+    from pdd.launch.local import Deployment, StartError
+    from pdd.launch.serve import ask_and_show, demo_question, end_on_signal, hints, keep_serving, start, summary
+    from pdd.models import resolve
+
+    console = Console(highlight=False)
+    end_on_signal()
+    try:
+        launch = load(config)
+        resolve(launch.model, cache_dir())
+        with Deployment(launch, cache_dir()) as deployment:
+            ready_s = start(deployment, console)
+            if once or not quiet:
+                answer = ask_and_show(deployment, console, question or demo_question(), max_tokens)
+            if not once:
+                hints(deployment, console)
+                raise typer.Exit(keep_serving(deployment, console))
+        print(summary(answer, ready_s), flush=True)
+    except (ValueError, StartError, AskError) as error:
+        raise _fail(error) from error
+    except KeyboardInterrupt:
+        console.print("ended")
+
+
+@app.command()
+def pull(model: Annotated[str, typer.Argument(help="smollm2-135m, or org/name on a model hub")]) -> None:
+    """Fetch a model into the cache and check it."""
+    from pdd.models import pull as fetch
+
+    try:
+        print(fetch(model, cache_dir()))
+    except (ValueError, OSError) as error:
+        raise _fail(error) from error
+
+
+@app.command()
+def check(config: ConfigArgument) -> None:
+    """Validate a launch config and the model it names; print what would be started."""
+    from pdd.models import resolve
+
+    try:
+        launch = load(config)
+        model_dir = resolve(launch.model, cache_dir())
+    except ValueError as error:
+        raise _fail(error) from error
+    print(f"model {launch.model}: {model_dir}")
+    for worker in launch.workers:
+        print(f"{worker.name}: {worker.role} on {worker.engine}:{worker.device} at site {worker.site}, page {worker.page_size}")
+
+
+@bench.command()
+def ttft(
+    config: ConfigArgument = _DEFAULT_CONFIG,
+    num_requests: Annotated[int, typer.Option("--num-prompts", help="requests per mode")] = 10,
+    input_len: Annotated[int, typer.Option("--random-input-len", help="prompt tokens")] = 1000,
+    output_len: Annotated[int, typer.Option("--random-output-len", help="output tokens")] = 128,
+    seed: Annotated[int, typer.Option(help="of the prompts")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the figures here")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="draw the figures here (PNG or SVG)")] = None,
+) -> None:
+    """Same-site split, cross-site split and PDD in one run on one prompt set: TTFT, gaps, end to end, KV moved."""
+    from pdd.bench.ttft import Plan, run, save_plot, show
+    from pdd.launch.ask import AskError
+    from pdd.launch.local import StartError
+    from pdd.launch.serve import end_on_signal
+    from pdd.models import resolve
+
+    console = Console(highlight=False)
+    end_on_signal()
+    try:
+        launch = load(config)
+        resolve(launch.model, cache_dir())
+        results = run(launch, cache_dir(), Plan(num_requests, input_len, output_len, seed), console, json_file)
+        show(results, console)
+        if plot_file is not None:
+            save_plot(results, plot_file)
+    except (ValueError, OSError, StartError, AskError) as error:
+        raise _fail(error) from error

@@ -1,0 +1,140 @@
+"""A deployment on this machine: link emulator, workers, coordinator, each a process of its own. Owns their start, readiness and end."""
+
+from __future__ import annotations
+
+import queue
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import yaml
+
+from pdd.config import LaunchConfig
+from pdd.launch.link_emulator import proxy_ports
+from pdd.launch.plan import plan_topology
+from pdd.launch.process import ChildEvent, ChildProcess
+from pdd.topology import Topology
+
+Progress = Callable[[ChildEvent], None]
+_STOP_GRACE_S = 10.0
+
+
+class StartError(Exception):
+    """A process ended or was not ready in time; the message is what it said last."""
+
+
+class Deployment:
+    """Use as a context manager: leaving it ends every process it started. ``start`` returns when all are ready."""
+
+    def __init__(self, config: LaunchConfig, cache_dir: Path, run_dir: Path | None = None) -> None:
+        self.config = config
+        self.cache_dir = cache_dir
+        self.topology: Topology = plan_topology(config)
+        self._cleanup: Callable[[], None] | None = None
+        if run_dir is None:
+            temporary = tempfile.TemporaryDirectory(prefix="pdd-")
+            run_dir, self._cleanup = Path(temporary.name), temporary.cleanup
+        self.run_dir = run_dir
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self.processes: dict[str, ChildProcess] = {}
+        self._ready: set[str] = set()
+        self._events: queue.Queue[ChildEvent] = queue.Queue()
+
+    def __enter__(self) -> Deployment:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    @property
+    def http_url(self) -> str:
+        return f"http://{self.topology.http}"
+
+    def start(self, progress: Progress | None = None) -> float:
+        """Start everything; returns seconds until ready. Raises StartError; nothing is left running then."""
+        started_s = time.monotonic()
+        deadline_s = started_s + self.config.start_timeout_s
+        try:
+            self.start_workers()
+            self.wait_ready(deadline_s, progress)
+            self.start_coordinator("coordinator", self.config, self.topology)
+            self.wait_ready(deadline_s, progress)
+        except BaseException:
+            self.stop()
+            raise
+        return time.monotonic() - started_s
+
+    def start_workers(self) -> None:
+        """The link emulator, where a link is emulated, and all workers."""
+        config_file, topology_file = self.write_files("main", self.config, self.topology)
+        arguments = ["--config", str(config_file), "--topology", str(topology_file)]
+        if proxy_ports(self.config, self.topology):
+            self._spawn("link", ["pdd.launch.link_emulator", *arguments])
+        for worker in self.config.workers:
+            self.start_worker(worker.name, arguments)
+
+    def start_worker(self, name: str, arguments: list[str] | None = None) -> None:
+        """Start (or start again, on the same ports) one worker."""
+        if arguments is None:
+            arguments = ["--config", str(self.run_dir / "main.yaml"), "--topology", str(self.run_dir / "main.json")]
+        self._spawn(name, ["pdd.worker.main", *arguments, "--name", name, "--cache-dir", str(self.cache_dir)])
+
+    def start_coordinator(self, name: str, config: LaunchConfig, topology: Topology) -> None:
+        """A coordinator over these workers; benchmarks start several with different policies and routes."""
+        config_file, topology_file = self.write_files(name, config, topology)
+        files = ["--config", str(config_file), "--topology", str(topology_file)]
+        self._spawn(name, ["pdd.serving.main", *files, "--cache-dir", str(self.cache_dir)])
+
+    def write_files(self, stem: str, config: LaunchConfig, topology: Topology) -> tuple[Path, Path]:
+        config_file, topology_file = self.run_dir / f"{stem}.yaml", self.run_dir / f"{stem}.json"
+        config_file.write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
+        topology.save(topology_file)
+        return config_file, topology_file
+
+    def wait_ready(self, deadline_s: float, progress: Progress | None = None) -> None:
+        """Until every process started so far has reported ready (monotonic deadline)."""
+        while waiting := [name for name in self.processes if name not in self._ready]:
+            try:
+                event = self._events.get(timeout=max(0.0, deadline_s - time.monotonic()))
+            except queue.Empty:
+                raise StartError(f"not ready after {self.config.start_timeout_s:.0f} s: {', '.join(waiting)}") from None
+            if progress is not None:
+                progress(event)
+            if event.event == "ready":
+                self._ready.add(event.name)
+            elif event.event == "exited" and event.name in self.processes:
+                child = self.processes[event.name]
+                raise StartError(child.last_words(1) or f"{event.name} ended with status {event.fields['status']}")
+
+    def first_exit(self, timeout_s: float) -> ChildEvent | None:
+        """Wait up to ``timeout_s`` for some process to end; None when all still run."""
+        deadline_s = time.monotonic() + timeout_s
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            try:
+                event = self._events.get(timeout=left_s)
+            except queue.Empty:
+                return None
+            if event.event == "exited":
+                return event
+        return None
+
+    def stop(self) -> list[str]:
+        """End every process, the last started first; returns the names of those that had to be killed."""
+        order = list(reversed(self.processes.values()))
+        for child in order:
+            child.ask_to_stop()
+        deadline_s = time.monotonic() + _STOP_GRACE_S
+        killed = [child.name for child in order if not child.wait(deadline_s)]
+        self.processes.clear()
+        self._ready.clear()
+        if self._cleanup is not None:
+            self._cleanup()
+        return killed
+
+    def _spawn(self, name: str, module_and_arguments: list[str]) -> None:
+        self._ready.discard(name)
+        argv = [sys.executable, "-m", *module_and_arguments]
+        self.processes[name] = ChildProcess(name, argv, {"PYTHONUNBUFFERED": "1"}, self.run_dir / f"{name}.log", self._events)

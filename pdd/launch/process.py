@@ -1,0 +1,86 @@
+"""One child process of the launcher: started, watched through the JSON lines it prints, ended by closing its stdin."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class ChildEvent:
+    """A line a child reported, or ``event == "exited"`` with ``status`` in fields."""
+
+    name: str
+    event: str
+    fields: dict[str, str | int | float]
+
+
+class ChildProcess:
+    """Puts every event into ``events``. The child runs in a session of its own: a Ctrl-C at the terminal reaches the launcher alone."""
+
+    def __init__(self, name: str, argv: list[str], env: dict[str, str], log: Path, events: queue.Queue[ChildEvent]) -> None:
+        self.name = name
+        self.log = log
+        self._events = events
+        with log.open("ab") as stderr:
+            self._popen = subprocess.Popen(
+                argv, env={**os.environ, **env}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True
+            )
+        self._reader = threading.Thread(target=self._read, name=f"{name}-events", daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def running(self) -> bool:
+        return self._popen.poll() is None
+
+    def last_words(self, lines: int = 3) -> str:
+        """The end of the child's stderr: for one clear line where it failed to start."""
+        text = self.log.read_text(encoding="utf-8", errors="replace").strip()
+        return "\n".join(text.splitlines()[-lines:])
+
+    def ask_to_stop(self) -> None:
+        """Close its stdin and send SIGTERM; returns at once."""
+        if self._popen.stdin is not None and not self._popen.stdin.closed:
+            self._popen.stdin.close()
+        if self.running():
+            self._popen.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL, as a crash would look."""
+        if self.running():
+            self._popen.kill()
+        self._popen.wait()
+
+    def wait(self, deadline_s: float) -> bool:
+        """Wait until ``deadline_s`` (monotonic); kill what is left. True when it ended by itself."""
+        try:
+            self._popen.wait(max(0.0, deadline_s - time.monotonic()))
+            ended = True
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            self._popen.wait()
+            ended = False
+        self._reader.join(timeout=5)
+        return ended
+
+    def _read(self) -> None:
+        assert self._popen.stdout is not None
+        for line in self._popen.stdout:
+            try:
+                fields = json.loads(line)
+                event = fields.pop("event")
+            except (ValueError, KeyError, AttributeError, TypeError):
+                continue  # a library printed something of its own; only our JSON lines are events
+            self._events.put(ChildEvent(self.name, event, fields))
+        self._popen.stdout.close()
+        self._events.put(ChildEvent(self.name, "exited", {"status": self._popen.wait()}))

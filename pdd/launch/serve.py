@@ -1,0 +1,158 @@
+"""`pdd serve`: bring a deployment up with progress on the screen, ask it one question, keep serving until Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import signal
+from importlib import resources
+from types import FrameType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from pdd.launch.ask import Answer, Piece, ask
+from pdd.launch.local import Deployment
+from pdd.launch.process import ChildEvent
+
+_COLOURS = {"relay": "yellow", "main": "cyan"}
+
+
+def end_on_signal() -> None:
+    """SIGTERM ends us the same way as Ctrl-C: through the context managers, so that every child is ended."""
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, handler)
+
+
+class StartProgress:
+    """One bar per process."""
+
+    def __init__(self, console: Console) -> None:
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description:<14}"),
+            BarColumn(20),
+            TextColumn("{task.fields[state]}"),
+            TimeElapsedColumn(),
+        )
+        self.bars = Progress(*columns, console=console)
+        self._tasks: dict[str, TaskID] = {}
+
+    def __call__(self, event: ChildEvent) -> None:
+        if event.name not in self._tasks:
+            self._tasks[event.name] = self.bars.add_task(event.name, total=None, state="starting")
+        task = self._tasks[event.name]
+        if event.event == "warm_up":
+            done, total = float(event.fields["done"]), float(event.fields["total"])
+            self.bars.update(task, completed=done, total=total, state=f"warm-up {done:.0f}/{total:.0f}")
+        elif event.event == "ready":
+            self.bars.update(task, completed=1, total=1, state="ready")
+            self.bars.stop_task(task)
+        else:
+            self.bars.update(task, state=event.event)
+
+
+def start(deployment: Deployment, console: Console) -> float:
+    """Start and show it; returns seconds until ready."""
+    progress = StartProgress(console)
+    with progress.bars:
+        for name in [worker.name for worker in deployment.config.workers]:
+            progress(ChildEvent(name, "starting", {}))
+        ready_s = deployment.start(progress)
+    console.print(f"ready after {ready_s:.1f} s")
+    return ready_s
+
+
+def demo_question() -> str:
+    """A question about an article of some 750 tokens: long enough for the wide-area link to matter."""
+    return (resources.files("pdd.launch") / "demo_prompt.txt").read_text(encoding="utf-8").strip()
+
+
+def ask_and_show(deployment: Deployment, console: Console, question: str, max_tokens: int) -> Answer:
+    """Ask over the OpenAI door and print the answer as it comes, coloured by who made each token, then one line on what happened."""
+    console.print(Text.assemble("\nanswer (", ("relay", _COLOURS["relay"]), ", ", ("main", _COLOURS["main"]), "):"))
+
+    def show(piece: Piece) -> None:
+        console.print(Text(piece.text, style=_COLOURS.get(piece.origin, "")), end="", soft_wrap=True)
+
+    body: dict[str, object] = {
+        "model": deployment.config.model,
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": max_tokens,
+        "temperature": 0,
+    }
+    answer = ask(f"{deployment.http_url}/v1/chat/completions", body, show)
+    console.print()
+    console.print(timeline_line(answer), style="dim")
+    return answer
+
+
+def timeline_line(answer: Answer) -> str:
+    """Prefill, KV arrival, handoff, TTFT, largest gap: one line."""
+    t = answer.timeline
+
+    def at(name: str) -> str:
+        value = t.get(name)
+        return f"{value:.2f} s" if isinstance(value, int | float) else "-"
+
+    return " · ".join(
+        (
+            f"{t.get('pipeline')} ({t.get('pipeline_reason')})",
+            f"prefill done {at('prefill_done_s')}",
+            f"first token {at('ttft_s')}",
+            f"KV at relay {at('relay_kv_s')}, at main {at('main_kv_s')} ({t.get('wan_kv_bytes')} B)",
+            f"handoff {at('handoff_start_s')} to {at('handoff_done_s')} ({t.get('handoff') or 'none'})",
+            f"{answer.tokens_by('relay')} relay + {answer.tokens_by('main')} main tokens",
+            f"largest gap {at('max_itl_s')}",
+        )
+    )
+
+
+def summary(answer: Answer, ready_s: float) -> str:
+    """The last line of `pdd serve --once`: one JSON object."""
+    t = answer.timeline
+    return json.dumps(
+        {
+            "answer": answer.text,
+            "finish_reason": answer.finish_reason,
+            "tokens_relay": answer.tokens_by("relay"),
+            "tokens_main": answer.tokens_by("main"),
+            "wan_kv_bytes": t.get("wan_kv_bytes"),
+            "main_prefill_tokens": t.get("main_prefill_tokens"),
+            "ttft_s": t.get("ttft_s"),
+            "max_itl_s": t.get("max_itl_s"),
+            "ready_s": round(ready_s, 3),
+            "timeline": t,
+        }
+    )
+
+
+def hints(deployment: Deployment, console: Console) -> None:
+    """Three lines to try: curl, the openai client, grpcurl."""
+    url, model, grpc = deployment.http_url, deployment.config.model, deployment.topology.grpc
+    curl_body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hi!"}], "stream": True})
+    python = (
+        f"import openai; c = openai.OpenAI(base_url='{url}/v1', api_key='none'); "
+        f"print(c.chat.completions.create(model='{model}', messages=[{{'role': 'user', 'content': 'Hi!'}}]).choices[0].message.content)"
+    )
+    console.print("\nserving; try:", style="bold")
+    for line in (
+        f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{curl_body}'",
+        f'python -c "{python}"',
+        f'grpcurl -plaintext -d \'{{"text": "Once upon a time", "max_tokens": 32}}\' {grpc} pdd.v1.Inference/Generate',
+    ):
+        console.print(Text("  " + line), soft_wrap=True)
+    console.print("Ctrl-C ends every process.\n", style="dim")
+
+
+def keep_serving(deployment: Deployment, console: Console) -> int:
+    """Until Ctrl-C (status 0) or until a process ends by itself (status 1)."""
+    while True:
+        ended = deployment.first_exit(timeout_s=3600.0)
+        if ended is not None:
+            child = deployment.processes[ended.name]
+            console.print(f"{ended.name} ended with status {ended.fields['status']}: {child.last_words(1)}", style="red")
+            return 1
