@@ -1,6 +1,6 @@
 """Tiny Llama checkpoints with random weights and a byte-level tokenizer, in every file form the checkpoint reader knows.
 
-The same arguments give the same weights in every ``form``, so a safetensors directory and a GGUF directory can be compared tensor by tensor.
+The same arguments give the same weights in every ``form``, so a safetensors and a GGUF directory can be compared tensor by tensor.
 Weights are scaled so that greedy output varies and logits are not near-tied.
 """
 

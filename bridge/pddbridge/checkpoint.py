@@ -1,0 +1,158 @@
+"""A model directory opened for reading: its spec, and its tensors by canonical (Hugging Face) name, one at a time.
+
+Owns the checks that run before anything is served: every expected tensor is there with its shape, nothing unknown is dropped in silence,
+and whether the output head is tied is decided by what the file holds, not by what the config says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import crc32c
+import numpy as np
+
+from pddbridge.checkpoint_gguf import GgufSource
+from pddbridge.checkpoint_safetensors import INDEX_FILE, SINGLE_FILE, SafetensorsSource
+from pddbridge.checkpoint_source import CheckpointError, TensorInfo, TensorSource, some
+from pddbridge.eos_files import eos_ids_beside_weights, read_json_object
+from pddbridge.model_spec import ModelSpec, from_hf_config
+
+__all__ = ["Checkpoint", "CheckpointError", "expected_shapes", "open_checkpoint"]
+
+_log = logging.getLogger(__name__)
+
+EMBEDDING: Final = "model.embed_tokens.weight"
+HEAD: Final = "lm_head.weight"
+# Buffers that old exports stored beside the weights; they follow from the config.
+_IGNORED_SUFFIX: Final = ".rotary_emb.inv_freq"
+_ROWS_PER_PIECE: Final = 4096
+
+
+class Checkpoint:
+    """``spec.tie_embeddings`` is what the checkpoint holds; ``names`` has ``lm_head.weight`` only if it differs from the embedding.
+
+    ``warnings``: where config and file disagreed and how that was settled, one line each (also logged).
+    """
+
+    def __init__(self, spec: ModelSpec, source: TensorSource, warnings: tuple[str, ...]) -> None:
+        self.spec = spec
+        self.warnings = warnings
+        self.names = tuple(sorted(expected_shapes(spec)))
+        self._source = source
+        self._crcs: dict[str, int] = {}
+
+    def load(self, name: str) -> np.ndarray:
+        """The tensor, C-contiguous, linear weights [out, in]: float32, float16 or bfloat16 as stored, quantised GGUF as float32.
+
+        Raises KeyError for a name that is not in ``names``. Nothing is kept but a checksum.
+        """
+        if name not in self.names:
+            raise KeyError(f"{name} is not one of this checkpoint's {len(self.names)} tensors")
+        values = self._source.load(name)
+        self._crcs[name] = crc32c.crc32c(np.ascontiguousarray(values, np.float32))
+        return values
+
+    def weights_digest(self) -> str:
+        """SHA-256 (hex) over name, shape and CRC-32C of the float32 values of every tensor, in name order.
+
+        The same for every file form that holds the same values. Tensors that were loaded before are not read again.
+        """
+        digest = hashlib.sha256()
+        for name in self.names:
+            if name not in self._crcs:
+                self.load(name)
+            digest.update(f"{name} {self._source.infos[name].shape} {self._crcs[name]:08x}\n".encode())
+        return digest.hexdigest()
+
+
+def open_checkpoint(model_dir: str | Path) -> Checkpoint:
+    """Open a directory with ``config.json`` and safetensors, or with one ``.gguf`` file, and check it without reading the weights.
+
+    Raises CheckpointError (one line: missing tensors, missing shards, truncated files, wrong shapes, tensors that the architecture has no
+    place for) and ValueError for an architecture, activation, RoPE scaling or quantisation that is not supported, named.
+    """
+    path = Path(model_dir)
+    if not path.is_dir():
+        raise CheckpointError(f"checkpoint {path}: not a directory")
+    if (path / SINGLE_FILE).is_file() or (path / INDEX_FILE).is_file():
+        return _checked(path, _hf_spec(path), SafetensorsSource(path))
+    ggufs = sorted(path.glob("*.gguf"))
+    if len(ggufs) != 1:
+        found = f"found {some(file.name for file in ggufs)}" if ggufs else "found none of them"
+        raise CheckpointError(f"checkpoint {path}: need {SINGLE_FILE}, {INDEX_FILE} or exactly one .gguf file, {found}")
+    gguf_source = GgufSource(ggufs[0], eos_ids_beside_weights(path))
+    return _checked(path, gguf_source.spec, gguf_source)
+
+
+def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor of a Llama-family model by Hugging Face name, linear weights [out, in]; the head only if not tied."""
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    linears = {
+        "self_attn.q_proj": (q_size, hidden, spec.attention_bias),
+        "self_attn.k_proj": (kv_size, hidden, spec.attention_bias),
+        "self_attn.v_proj": (kv_size, hidden, spec.attention_bias),
+        "self_attn.o_proj": (hidden, q_size, spec.attention_bias),
+        "mlp.gate_proj": (inner, hidden, spec.mlp_bias),
+        "mlp.up_proj": (inner, hidden, spec.mlp_bias),
+        "mlp.down_proj": (hidden, inner, spec.mlp_bias),
+    }
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (spec.vocab_size, hidden), "model.norm.weight": (hidden,)}
+    for layer in range(spec.num_layers):
+        prefix = f"model.layers.{layer}"
+        shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
+        shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
+        for name, (out_size, in_size, bias) in linears.items():
+            shapes[f"{prefix}.{name}.weight"] = (out_size, in_size)
+            if bias:
+                shapes[f"{prefix}.{name}.bias"] = (out_size,)
+    if not spec.tie_embeddings:
+        shapes[HEAD] = (spec.vocab_size, hidden)
+    return shapes
+
+
+def _hf_spec(path: Path) -> ModelSpec:
+    config = read_json_object(path / "config.json")
+    try:
+        return from_hf_config(config, eos_ids_beside_weights(path))
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise ValueError(f"{path / 'config.json'}: {error}") from error
+
+
+def _checked(path: Path, declared: ModelSpec, source: TensorSource) -> Checkpoint:
+    infos = source.infos
+    has_head = HEAD in infos
+    # Shapes first, and those of the head whenever there is one: the tie decision below compares values.
+    _check_tensors(path, expected_shapes(replace(declared, tie_embeddings=not has_head)), infos)
+    tied = not has_head or _same_values(source, EMBEDDING, HEAD)
+    warnings: list[str] = []
+    if tied and not has_head and not declared.tie_embeddings:
+        warnings.append(f"checkpoint {path}: config says untied embeddings but there is no {HEAD}: the embedding is used as the head")
+    if not tied and declared.tie_embeddings:
+        warnings.append(f"checkpoint {path}: config says tied embeddings but {HEAD} differs from the embedding: {HEAD} is used")
+    for warning in warnings:
+        _log.warning(warning)
+    return Checkpoint(replace(declared, tie_embeddings=tied), source, tuple(warnings))
+
+
+def _check_tensors(path: Path, expected: dict[str, tuple[int, ...]], infos: dict[str, TensorInfo]) -> None:
+    missing = [name for name in expected if name not in infos]
+    if missing:
+        raise CheckpointError(f"checkpoint {path}: {len(missing)} of {len(expected)} tensors are missing: {some(missing, len(missing))}")
+    unknown = [name for name in infos if name not in expected and not name.endswith(_IGNORED_SUFFIX)]
+    if unknown:
+        raise CheckpointError(f"checkpoint {path}: tensors that the config gives no place: {some(unknown)}")
+    wrong = [f"{name} {infos[name].shape}, expected {shape}" for name, shape in expected.items() if infos[name].shape != shape]
+    if wrong:
+        raise CheckpointError(f"checkpoint {path}: wrong shapes: {some(wrong)}")
+
+
+def _same_values(source: TensorSource, name: str, other: str) -> bool:
+    pieces = zip(source.rows(name, _ROWS_PER_PIECE), source.rows(other, _ROWS_PER_PIECE), strict=True)
+    return all(np.array_equal(piece.astype(np.float32), twin.astype(np.float32)) for piece, twin in pieces)
