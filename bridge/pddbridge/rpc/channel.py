@@ -1,0 +1,87 @@
+"""gRPC channels and servers as every process here builds them: message sizes, and keepalive that notices a dead peer within seconds.
+
+Nothing global: a channel shares no connection with another one, a server shares no port.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+# A prompt of ten million token ids fits: a packed int32 takes at most five bytes for ids under 2**31.
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+
+Options = list[tuple[str, int]]
+
+
+@dataclass(frozen=True)
+class KeepAlive:
+    """A ping after ``time_s`` without traffic; without an answer within ``timeout_s`` the connection is dead: its calls end UNAVAILABLE."""
+
+    time_s: float = 2.0
+    timeout_s: float = 3.0
+
+
+def open_channel(host: str, port: int, keep_alive: KeepAlive = KeepAlive(), max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
+    """An insecure channel of its own connection. Connects lazily and reconnects within about a second, as long as it is used."""
+    options = [
+        *_common(keep_alive, max_message_bytes),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+        # Peers are named by address in the topology; a proxy from the environment has no place between workers.
+        ("grpc.enable_http_proxy", 0),
+    ]
+    return grpc.aio.insecure_channel(address(host, port), options=options)
+
+
+def make_server(
+    keep_alive: KeepAlive = KeepAlive(),
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+) -> grpc.aio.Server:
+    """A server without ports or services yet. It pings its clients too, so the calls of a vanished client are cancelled within seconds."""
+    options = [
+        *_common(keep_alive, max_message_bytes),
+        # Without this a second process could take the same port and half of the connections.
+        ("grpc.so_reuseport", 0),
+        # Clients may ping as often as ours do; the default answers that with GOAWAY too_many_pings.
+        ("grpc.http2.min_ping_interval_without_data_ms", 100),
+        ("grpc.http2.max_ping_strikes", 0),
+    ]
+    return grpc.aio.server(options=options, interceptors=interceptors)
+
+
+def bind(server: grpc.aio.Server, host: str, port: int) -> int:
+    """Listen on ``host`` alone; ``port`` 0 takes a free one. Returns the port. Raises ValueError when it cannot, as for a port in use."""
+    try:
+        bound = server.add_insecure_port(address(host, port))
+    except RuntimeError as error:
+        raise ValueError(f"port: cannot listen on {address(host, port)}: {_reason(str(error))}") from error
+    if bound == 0:
+        raise ValueError(f"port: cannot listen on {address(host, port)}")
+    return bound
+
+
+def address(host: str, port: int) -> str:
+    """``host:port``, IPv6 literals in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _common(keep_alive: KeepAlive, max_message_bytes: int) -> Options:
+    return [
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.keepalive_time_ms", round(keep_alive.time_s * 1000)),
+        ("grpc.keepalive_timeout_ms", round(keep_alive.timeout_s * 1000)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
+def _reason(message: str) -> str:
+    return "address already in use" if "in use" in message.lower() else " ".join(message.split())
