@@ -116,3 +116,7 @@ def ttft(
             save_plot(results, plot_file)
     except (ValueError, OSError, StartError, AskError) as error:
         raise _fail(error) from error
+
+
+if __name__ == "__main__":
+    app()

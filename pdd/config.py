@@ -36,12 +36,15 @@ class LinkConfig(_Strict):
 
 
 class WorkerConfig(_Strict):
-    """One worker process. ``port`` and ``kv_port`` may be left out: the launcher then picks free ones."""
+    """One worker process. ``port`` and ``kv_port`` may be left out: the launcher then picks free ones. ``model``: where this worker finds
+    the model, if not where the config says (GGUF at one site, safetensors at the other); the handshake refuses a different one.
+    """
 
     name: Name
     role: Role
     site: Name
     engine: Literal["jax", "torch"]
+    model: str | None = None
     device: str = "cpu"
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     page_size: Annotated[int, Field(ge=1, le=1024)]

@@ -1,0 +1,132 @@
+"""Real deployments for system tests: three worker processes, the emulated link and the coordinator, over a tiny model or the real one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import grpc
+
+from pdd.config import LaunchConfig
+from pdd.launch.local import Deployment
+from pddbridge import stops
+from pddbridge.rpc.convert import params_to_proto
+from pddbridge.rpc.gen import worker_pb2, worker_pb2_grpc
+from pddbridge.sampling_params import SamplingParams
+
+
+def launch_config(
+    model: str,
+    *,
+    engines: tuple[str, str, str] = ("jax", "jax", "torch"),
+    kv_dtype: str = "float32",
+    max_context: int = 512,
+    num_pages: int = 64,
+    rate_mbit_s: float = 200.0,
+    rtt_ms: float = 4.0,
+    max_rows: int = 8,
+    max_step_tokens: int = 64,
+    policy: dict[str, object] | None = None,
+    main_max_context: int | None = None,
+) -> LaunchConfig:
+    """Prefill and relay at site a, main at site b. JAX has pages of 32, PyTorch of 16, whichever side they are on.
+
+    A catch-up chunk of 5 tokens makes catch-up handoffs take several rounds within short answers.
+    """
+
+    def worker(name: str, role: str, site: str, engine: str, context: int) -> dict[str, object]:
+        page = 32 if engine == "jax" else 16
+        pages = num_pages * 32 // page
+        sizes = {
+            "page_size": page,
+            "num_pages": pages,
+            "max_context_tokens": context,
+            "max_rows": max_rows,
+            "max_step_tokens": max_step_tokens,
+        }
+        return {"name": name, "role": role, "site": site, "engine": engine, "threads": 1, **sizes}
+
+    return LaunchConfig.model_validate(
+        {
+            "model": model,
+            "kv_dtype": kv_dtype,
+            "sites": ["a", "b"],
+            "links": [{"between": ["a", "b"], "emulate": {"rate_mbit_s": rate_mbit_s, "rtt_ms": rtt_ms, "jitter_ms": 1.0}}],
+            "workers": [
+                worker("prefill-0", "prefill", "a", engines[0], max_context),
+                worker("relay-0", "relay", "a", engines[1], max_context),
+                worker("main-0", "main", "b", engines[2], main_max_context or max_context),
+            ],
+            "serving": {"site": "a", "allow_override": True},
+            "policy": {"pipeline": "relay", "catch_up_chunk": 5, **(policy or {})},
+        }
+    )
+
+
+def ledger(deployment: Deployment, worker: str) -> worker_pb2.LedgerReply:
+    """One worker's ledger, asked for directly (not over the emulated link)."""
+    with grpc.insecure_channel(str(deployment.topology.worker(worker).control)) as channel:
+        return worker_pb2_grpc.WorkerStub(channel).Ledger(worker_pb2.LedgerRequest(), timeout=10)
+
+
+def ledgers(deployment: Deployment) -> dict[str, worker_pb2.LedgerReply]:
+    return {place.name: ledger(deployment, place.name) for place in deployment.topology.workers}
+
+
+def assert_idle(deployment: Deployment, within_s: float = 1.0) -> None:
+    """Within ``within_s`` every worker holds no request, no transfer and no pinned page, and its pages add up."""
+    deadline_s = time.monotonic() + within_s
+    while True:
+        found = ledgers(deployment)
+        busy = [name for name, reply in found.items() if not _idle(reply)]
+        if not busy:
+            return
+        if time.monotonic() > deadline_s:
+            raise AssertionError(f"not idle after {within_s} s: " + "; ".join(f"{n}: {str(found[n]).split()}" for n in busy))
+        time.sleep(0.02)
+
+
+def _idle(reply: worker_pb2.LedgerReply) -> bool:
+    assert reply.free_pages + reply.cached_pages + reply.pinned_pages == reply.total_pages, reply
+    return not (reply.pinned_pages or reply.num_requests or reply.num_incoming_transfers or reply.num_outgoing_transfers)
+
+
+async def single_engine_run(address: str, prompt_ids: Sequence[int], params: SamplingParams, tenant: str = "single") -> list[int]:
+    """The same request on one worker alone: it prefills, decodes and stops by the shared stop rule. The yardstick of stream equality."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        call = worker_pb2_grpc.WorkerStub(channel).Attach()
+        await call.write(
+            worker_pb2.WorkerCommand(
+                open=worker_pb2.Open(
+                    request_id=f"single-{time.monotonic_ns()}-{id(call)}",
+                    tenant=tenant,
+                    prompt_ids=prompt_ids,
+                    sampling=params_to_proto(params),
+                    kv_source=worker_pb2.KV_SOURCE_COMPUTE,
+                    decode=True,
+                    timeout_s=120.0,
+                )
+            )
+        )
+        log: list[int] = []
+        async for event in call:
+            assert event.WhichOneof("event") != "failed", event
+            log.extend(record.token_id for record in event.tokens.records)
+            if stops.finish_reason(params, log) is not None:
+                call.cancel()
+                return log
+    raise AssertionError(f"the worker ended its stream after {len(log)} tokens")
+
+
+def single_engine_runs(address: str, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[list[int]]:
+    """Several, one after another: nothing else is in the batch."""
+
+    async def run() -> list[list[int]]:
+        return [await single_engine_run(address, prompt, params) for prompt, params in requests]
+
+    return asyncio.run(run())
+
+
+def worker_address(deployment: Deployment, name: str) -> str:
+    return str(deployment.topology.worker(name).control)
