@@ -57,6 +57,7 @@ def check_step(step: Step, config: EngineConfig, vocab_size: int) -> None:
         )
     for row in range(num_rows):
         _check_pages(f"page_tables[{row}]", step.page_tables[row], int(lens[row]), config)
+    _check_written_once(step, lens, config)
     _check_samples(step, num_rows, vocab_size)
 
 
@@ -104,6 +105,16 @@ def _check_pages(name: str, table: np.ndarray, num_tokens: int, config: EngineCo
     if used.size and (int(used.min()) < 0 or int(used.max()) >= config.num_pages):
         wrong = int(used[(used < 0) | (used >= config.num_pages)][0])
         raise ValueError(f"{name}: given page {wrong}, allowed 0 to {config.num_pages - 1}")
+
+
+def _check_written_once(step: Step, lens: np.ndarray, config: EngineConfig) -> None:
+    """A page that a row writes may be named once: two writers, or a writer beside a reader, would change a neighbour's KV."""
+    columns = np.arange(step.page_tables.shape[1])
+    used = columns < -(-lens // config.page_size)[:, None]
+    written = step.page_tables[used & (columns >= (step.context_lens // config.page_size)[:, None])]
+    uses = np.bincount(step.page_tables[used], minlength=config.num_pages)[written]
+    if uses.max() > 1:
+        raise ValueError(f"page_tables: page {int(written[uses > 1][0])} is written by a row, allowed once, given more than once")
 
 
 def _check_samples(step: Step, num_rows: int, vocab_size: int) -> None:
