@@ -21,7 +21,7 @@ from pddbridge.checkpoint_source import CheckpointError, TensorInfo, TensorSourc
 from pddbridge.eos_files import eos_ids_beside_weights, read_json_object
 from pddbridge.model_spec import ModelSpec, from_hf_config
 
-__all__ = ["Checkpoint", "CheckpointError", "expected_shapes", "open_checkpoint"]
+__all__ = ["Checkpoint", "CheckpointError", "expected_shapes", "open_checkpoint", "read_hf_spec"]
 
 _log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def open_checkpoint(model_dir: str | Path) -> Checkpoint:
     if not path.is_dir():
         raise CheckpointError(f"checkpoint {path}: not a directory")
     if (path / SINGLE_FILE).is_file() or (path / INDEX_FILE).is_file():
-        return _checked(path, _hf_spec(path), SafetensorsSource(path))
+        return _checked(path, read_hf_spec(path), SafetensorsSource(path))
     ggufs = sorted(path.glob("*.gguf"))
     if len(ggufs) != 1:
         found = f"found {some(file.name for file in ggufs)}" if ggufs else "found none of them"
@@ -115,14 +115,18 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _hf_spec(path: Path) -> ModelSpec:
-    config = read_json_object(path / "config.json")
+def read_hf_spec(model_dir: Path) -> ModelSpec:
+    """Spec from ``config.json`` and the files beside it, as they declare it; ``tie_embeddings`` is still the config's word.
+
+    Raises CheckpointError for a missing or malformed file, ValueError for what is not supported.
+    """
+    config_file = model_dir / "config.json"
+    config = read_json_object(config_file)
+    eos_ids = eos_ids_beside_weights(model_dir)
     try:
-        return from_hf_config(config, eos_ids_beside_weights(path))
-    except CheckpointError:
-        raise
+        return from_hf_config(config, eos_ids)
     except ValueError as error:
-        raise ValueError(f"{path / 'config.json'}: {error}") from error
+        raise ValueError(f"{config_file}: {error}") from error
 
 
 def _checked(path: Path, declared: ModelSpec, source: TensorSource) -> Checkpoint:
