@@ -1,4 +1,7 @@
-"""Model names: what ``pdd pull`` can fetch, where it keeps it, and which directory a name means. A local directory works wherever a name does."""
+"""Model names: what ``pdd pull`` can fetch, where it keeps it, and which directory a name means.
+
+A local directory works wherever a name does.
+"""
 
 from __future__ import annotations
 

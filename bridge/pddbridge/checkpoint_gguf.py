@@ -30,7 +30,7 @@ class GgufSource:
     """
 
     def __init__(self, file: Path, eos_token_ids: Iterable[int] = ()) -> None:
-        reader = _open(file)
+        reader, metadata = _open(file)
         self._tensors: dict[str, gguf.ReaderTensor] = {tensor.name: tensor for tensor in reader.tensors}
         if "rope_freqs.weight" in self._tensors:
             raise ValueError(f"{file}: rope_freqs.weight: RoPE scaling is not supported, only without it")
@@ -38,7 +38,7 @@ class GgufSource:
             raise CheckpointError(f"checkpoint {file}: tensors are missing: {_EMBEDDING}")
         try:
             self.spec = from_gguf(
-                _metadata(reader),
+                metadata,
                 vocab_size=int(self._tensors[_EMBEDDING].shape[-1]),
                 tie_embeddings="output.weight" not in self._tensors,
                 attention_bias="blk.0.attn_q.bias" in self._tensors,
@@ -47,7 +47,8 @@ class GgufSource:
             )
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from error
-        self._stored_names = self._canonical_names(file)
+        self._stored_names = self._canonical_names()
+        self._check_types(file)
         self._infos = {
             name: TensorInfo(tuple(int(n) for n in reversed(self._tensors[stored].shape)), self._tensors[stored].tensor_type.name)
             for name, stored in self._stored_names.items()
@@ -72,7 +73,7 @@ class GgufSource:
         for start in range(0, len(tensor.data), num_rows):
             yield gguf.quants.dequantize(tensor.data[start : start + num_rows], tensor.tensor_type)
 
-    def _canonical_names(self, file: Path) -> dict[str, str]:
+    def _canonical_names(self) -> dict[str, str]:
         """Hugging Face name -> stored name, for every tensor of the file; one without a place keeps its own, to be refused by it."""
         name_map = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, self.spec.num_layers)
         canonical = [f"model.layers.{layer}.{part}" for layer in range(self.spec.num_layers) for part in _LAYER_PARTS]
@@ -83,6 +84,15 @@ class GgufSource:
             stem, _, suffix = stored.rpartition(".")
             names[f"{by_stored[stem]}.{suffix}" if stem in by_stored else stored] = stored
         return names
+
+    def _check_types(self, file: Path) -> None:
+        """One row of one tensor of each storage type: what the library cannot dequantise is refused here, not in the middle of loading."""
+        for tensor in {tensor.tensor_type: tensor for tensor in self._tensors.values()}.values():
+            try:
+                gguf.quants.dequantize(tensor.data[:1], tensor.tensor_type)
+            except NotImplementedError as error:
+                kind = tensor.tensor_type.name
+                raise CheckpointError(f"checkpoint {file}: {tensor.name} is stored as {kind}, which cannot be dequantised") from error
 
 
 _LAYER_PARTS: Final = (
@@ -123,15 +133,12 @@ class _MetadataReader(gguf.GGUFReader):
         return end - orig_offs, [], [], [gguf.GGUFValueType.ARRAY, item_type]
 
 
-def _open(file: Path) -> gguf.GGUFReader:
+def _open(file: Path) -> tuple[gguf.GGUFReader, Mapping[str, object]]:
     try:
-        return _MetadataReader(file)
+        reader = _MetadataReader(file)
+        return reader, {key: field.contents() for key, field in reader.fields.items() if field.data}
     except OSError as error:
         raise CheckpointError(f"checkpoint {file}: {error.strerror or error}") from error
     except (ValueError, IndexError, KeyError, OverflowError, struct.error) as error:
         # what slicing past the end of the memory map, or reading lengths and types out of garbage, ends in
         raise CheckpointError(f"checkpoint {file}: truncated or not GGUF: {' '.join(str(error).split())}") from error
-
-
-def _metadata(reader: gguf.GGUFReader) -> Mapping[str, object]:
-    return {key: field.contents() for key, field in reader.fields.items() if field.data}
