@@ -1,0 +1,1 @@
+"""Text on both sides of token ids: chat template, tokenizer, incremental detokeniser, stop strings."""
