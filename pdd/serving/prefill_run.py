@@ -1,0 +1,81 @@
+"""Prefill's part in one request: opened with the targets that lack KV, watched until each target has everything, measured for the link."""
+
+from __future__ import annotations
+
+from pdd.config import LaunchConfig
+from pdd.serving.holders import Attach, Holder, Holders
+from pdd.serving.link_estimate import LinkEstimate, TransferSample
+from pdd.serving.metrics import Metrics
+from pdd.serving.timeline import TimelineRecorder
+from pdd.serving.worker_events import KvComplete, Prefilled
+from pdd.serving.worker_pool import PooledWorker
+from pddbridge.rpc.gen import worker_pb2
+
+
+def open_prefill(holders: Holders, worker: PooledWorker, targets: list[Holder]) -> Holder:
+    """``worker`` computes the prompt's KV and pushes to each target what that target lacks."""
+    push_to = []
+    for target in targets:
+        assert target.reserved is not None
+        address = target.worker.place.route(worker.place.site).kv
+        push_to.append(
+            worker_pb2.PushTarget(
+                target=target.worker.name,
+                host=address.host,
+                port=address.port,
+                epoch=target.reserved.epoch,
+                transfer_id=target.reserved.transfer_id,
+                first_token=target.reserved.hit_tokens,
+            )
+        )
+    return holders.open(worker, Attach("prefill", computes=True, decode=False, push_to=tuple(push_to)))
+
+
+class PrefillRun:
+    """``holder`` is None once prefill has nothing left to do or was lost."""
+
+    def __init__(self, holder: Holder, targets: list[Holder], config: LaunchConfig, timeline: TimelineRecorder) -> None:
+        self.holder: Holder | None = holder
+        self._worker = holder.worker
+        self._pending = {target.worker.name for target in targets}
+        self._max_step_tokens = next(w.max_step_tokens for w in config.workers if w.name == holder.worker.name)
+        self._timeline = timeline
+        self._started_s = timeline.now_s()
+        self._computed_tokens = 0
+
+    @property
+    def sends(self) -> bool:
+        return self.holder is not None
+
+    def prefilled(self, event: Prefilled, prompt_tokens: int, metrics: Metrics) -> None:
+        self._computed_tokens = event.computed_tokens
+        self._timeline.prefill_done_s = self._timeline.now_s()
+        metrics.cache_queries.labels("prefill").inc(prompt_tokens - 1)
+        metrics.cache_hits.labels("prefill").inc(max(0, prompt_tokens - 1 - event.computed_tokens))
+
+    def target_ended(self, name: str, holders: Holders) -> None:
+        """``name`` has everything, or its push failed. Prefill is let go of when no target is left."""
+        self._pending.discard(name)
+        if self.holder is not None and not self._pending:
+            holders.release(self.holder)
+            self.holder = None
+
+    def received(self, target: Holder, event: KvComplete, links: LinkEstimate, metrics: Metrics) -> float:
+        """``target`` has its KV. Returns the seconds since prefill was opened."""
+        route = (self._worker.place.site, target.worker.place.site)
+        bytes_per_token = target.worker.info.kv_bytes_per_token
+        last_chunk_tokens = (self._computed_tokens - 1) % self._max_step_tokens + 1 if self._computed_tokens else event.received_tokens
+        sample = TransferSample(
+            num_bytes=event.received_bytes,
+            started_s=self._started_s,
+            prefilled_s=self._timeline.prefill_done_s,
+            completed_s=self._timeline.now_s(),
+            last_chunk_bytes=last_chunk_tokens * bytes_per_token,
+        )
+        links.observe(route, sample)
+        link = "-".join(route)
+        metrics.kv_bytes.labels(link).inc(event.received_bytes)
+        goodput = links.goodput_bytes_s(route)
+        if goodput is not None:
+            metrics.kv_goodput.labels(link).set(goodput)
+        return sample.completed_s - sample.started_s

@@ -1,0 +1,89 @@
+"""The first phase of a request: ask main, and a relay where one may be used, what they hold, and have them reserve the rest."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from pdd.errors import Code, PddError
+from pdd.policy.pipeline import RelayState
+from pdd.serving.holders import Attach, Holder, Holders
+from pdd.serving.worker_events import Event, Failed, Reserved
+from pdd.serving.worker_pool import WorkerPool
+
+# How long main's answer waits for the relay's, which is near and comes first unless the relay is in trouble. Nobody queues on a relay.
+RELAY_GRACE_S = 0.5
+# A worker that says one of these speaks of the request or of its deadline, not of itself: no other worker is tried.
+REQUEST_ERRORS = frozenset({Code.INVALID_ARGUMENT, Code.DEADLINE_EXCEEDED, Code.UNAUTHENTICATED, Code.PERMISSION_DENIED})
+
+
+@dataclass
+class Reservation:
+    """Who has reserved. ``early``: events that came before the pipeline was chosen, in order · ``losses``: (part, message) of what could
+    not be reached · ``main_decodes``: main was opened to decode by itself.
+    """
+
+    main: Holder | None = None
+    relay: Holder | None = None
+    relay_state: RelayState = "none"
+    main_decodes: bool = False
+    early: list[tuple[Holder, Event]] = field(default_factory=list)
+    losses: list[tuple[str, str]] = field(default_factory=list)
+
+
+async def reserve(pool: WorkerPool, holders: Holders, may_relay: bool, relay_limit: int | None) -> Reservation:
+    """Open both at once and wait for both. Raises PddError when main refuses the request, or at the deadline."""
+    result = Reservation()
+    relay_worker = pool.route("relay") if may_relay else None
+    if relay_worker is not None:
+        full = relay_worker.num_held >= relay_worker.info.max_rows
+        result.relay_state = "full" if full else "available"
+        if not full:
+            attach = Attach("relay", computes=False, decode=True, max_propose_tokens=relay_limit)
+            result.relay = holders.open(relay_worker, attach)
+    elif may_relay and pool.has_role("relay"):
+        result.relay_state = "lost"
+        result.losses.append(("relay", "no relay worker is ready"))
+    main_worker = pool.route("main")
+    if main_worker is None:
+        result.losses.append(("main", "no main worker is ready"))
+    else:
+        result.main_decodes = result.relay is None
+        result.main = holders.open(main_worker, Attach("main", computes=False, decode=result.main_decodes))
+    grace_ends: float | None = None
+    while _awaits(result.main) or _awaits(result.relay):
+        if grace_ends is None and not _awaits(result.main):
+            grace_ends = time.monotonic() + RELAY_GRACE_S
+        item = await holders.next(grace_ends)
+        if item is None:
+            assert result.relay is not None
+            holders.release(result.relay)
+            result.relay, result.relay_state = None, "full"
+            continue
+        holder, event = item
+        if isinstance(event, Reserved):
+            holder.reserved = event
+        elif isinstance(event, Failed):
+            _lose(result, holders, holder, event)
+        else:
+            result.early.append(item)
+    return result
+
+
+def _awaits(holder: Holder | None) -> bool:
+    return holder is not None and holder.reserved is None
+
+
+def _lose(result: Reservation, holders: Holders, holder: Holder, event: Failed) -> None:
+    holders.drop(holder)
+    holder.worker.note_failure(event)
+    full = event.code is Code.RESOURCE_EXHAUSTED
+    if event.code in REQUEST_ERRORS or (full and holder is result.main):
+        raise PddError(event.code, f"{holder.worker.name}: {event.message}")
+    if holder is result.main:
+        result.main = None
+    else:
+        result.relay = None
+        result.relay_state = "full" if full else "lost"
+    if not full:
+        result.losses.append((holder.part, f"{holder.worker.name}: {event.message}"))

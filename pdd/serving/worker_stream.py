@@ -1,0 +1,89 @@
+"""One request's hold on one worker: a typed wrapper over one ``Attach`` stream. Ending the stream, however it ends, returns the pages."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+import grpc
+import grpc.aio
+
+from pdd.serving.worker_events import Event, Failed, code_from_name, event_from_proto
+from pddbridge.rpc.gen import worker_pb2, worker_pb2_grpc
+
+# How long a worker may take to end its side after ours is closed, before the call is cancelled.
+CLOSE_TIMEOUT_S = 1.0
+
+
+class WorkerStream:
+    """Commands never wait: they are queued and sent in order. Events are iterated by one task, once and to the end (the status of a call
+    only comes after its messages); the last one is a Failed unless we closed the stream ourselves.
+    """
+
+    def __init__(self, stub: worker_pb2_grpc.WorkerStub, vocab_size: int, timeout_s: float) -> None:
+        """``timeout_s``: the call's own deadline, after which both sides drop it."""
+        self._commands: asyncio.Queue[worker_pb2.WorkerCommand | None] = asyncio.Queue()
+        self._vocab_size = vocab_size
+        self._closed = False
+        self._call = stub.Attach(self._requests(), timeout=timeout_s)
+
+    def open(self, command: worker_pb2.Open) -> None:
+        self._send(worker_pb2.WorkerCommand(open=command))
+
+    def ingest(self, position: int, token_ids: Sequence[int], decode: bool) -> None:
+        """The next log positions; with ``decode`` the worker proposes from ``position + len(token_ids)`` on."""
+        self._send(worker_pb2.WorkerCommand(ingest=worker_pb2.Ingest(position=position, token_ids=token_ids, decode=decode)))
+
+    def seal(self) -> None:
+        self._send(worker_pb2.WorkerCommand(seal=worker_pb2.Seal()))
+
+    async def events(self) -> AsyncIterator[Event]:
+        """Typed events until the stream ends. A broken connection, a deadline and a worker's nonsense come as Failed; nothing is raised."""
+        try:
+            async for message in self._call:
+                event = event_from_proto(message, self._vocab_size)
+                yield event
+                if isinstance(event, Failed):
+                    return
+        except grpc.aio.AioRpcError as error:
+            if not self._closed:
+                code = code_from_name(error.code().name)
+                yield Failed(code, error.details() or error.code().name, died=code.name == "UNAVAILABLE")
+            return
+        except asyncio.CancelledError:
+            # A call that we cancelled ourselves ends its readers this way; a reader that is cancelled from outside must see it.
+            if not self._closed:
+                raise
+            return
+        except ValueError as error:
+            yield Failed(code_from_name("INTERNAL"), f"unreadable event: {error}", died=False)
+            return
+        if not self._closed:
+            yield Failed(code_from_name("UNAVAILABLE"), "the worker ended the stream", died=True)
+
+    def abort(self) -> None:
+        """End the stream at once, without waiting for anything. May be called in any state, any number of times."""
+        self._closed = True
+        # The sentinel too: grpc leaves its request task waiting when the worker's side has ended already.
+        self._commands.put_nowait(None)
+        self._call.cancel()
+
+    async def close(self) -> None:
+        """End the stream in order: half-close, wait briefly for the worker's side, cancel if it does not come."""
+        if not self._closed:
+            self._closed = True
+            self._commands.put_nowait(None)
+            try:
+                await asyncio.wait_for(self._call.code(), CLOSE_TIMEOUT_S)
+            except TimeoutError:
+                pass
+            finally:
+                self._call.cancel()
+
+    def _send(self, command: worker_pb2.WorkerCommand) -> None:
+        if not self._closed:
+            self._commands.put_nowait(command)
+
+    async def _requests(self) -> AsyncIterator[worker_pb2.WorkerCommand]:
+        while (command := await self._commands.get()) is not None:
+            yield command
