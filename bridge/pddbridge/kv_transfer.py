@@ -1,0 +1,341 @@
+"""The life of one transfer at its receiver and at its sender: who may write which page, what is there, what is owed. No I/O, no clock.
+
+receiver   reserved -> receiving -> complete -> adopted -> released
+               \\___________\\___________\\-> fenced -> drained -> released
+sender     open -> done | failed | cancelled
+
+A receiver's pages may go back to the pool only from ``released``; ``released`` is reached only when no writer is left.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final, Literal
+
+from pddbridge.engine import KVBlock
+from pddbridge.kv_block import check_block, split_block
+from pddbridge.kv_coverage import Coverage
+from pddbridge.kv_spec import HeadRange, KVSpec, LayerRange, TokenRange
+from pddbridge.kv_wire import MAX_PAYLOAD_BYTES, FrameHeader, NackReason, frame_of
+
+# gRPC status names, those that cross processes as they are.
+FailureCode = Literal["CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "INVALID_ARGUMENT", "NOT_FOUND", "UNAVAILABLE"]
+
+_NACK_CODES: Final[dict[NackReason, tuple[FailureCode, str]]] = {
+    NackReason.UNKNOWN: ("NOT_FOUND", "the receiver does not know the transfer"),
+    NackReason.FENCED: ("CANCELLED", "the receiver has fenced the transfer"),
+    NackReason.EPOCH: ("UNAVAILABLE", "the receiver has restarted"),
+    NackReason.REFUSED: ("INTERNAL", "the receiver refused a frame's ranges"),
+    NackReason.FAILED: ("INTERNAL", "the receiver could not place a frame"),
+}
+
+
+class TransferFailed(Exception):  # noqa: N818 (the name that every caller agreed on)
+    """The transfer will never complete. ``code`` is a gRPC status name."""
+
+    def __init__(self, code: FailureCode, message: str) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code: FailureCode = code
+        self.message = message
+
+
+class FrameError(Exception):
+    """A well-formed frame that does not fit its transfer: outside what is expected, partly there already, or there with other bytes."""
+
+
+@dataclass(frozen=True)
+class TransferReport:
+    """``bytes``: payload, placed and checked (receiver) or acknowledged as such (sender), each frame once.
+    ``num_repeated``: duplicates that were acknowledged again (receiver) or frames sent again (sender).
+    """
+
+    tokens: TokenRange
+    bytes: int
+    num_frames: int
+    num_repeated: int
+
+
+class ReceiverState(Enum):
+    """See the module docstring."""
+
+    RESERVED = "reserved"
+    RECEIVING = "receiving"
+    COMPLETE = "complete"
+    ADOPTED = "adopted"
+    FENCED = "fenced"
+    DRAINED = "drained"
+    RELEASED = "released"
+
+
+_TAKES_FRAMES: Final = (ReceiverState.RECEIVING, ReceiverState.COMPLETE, ReceiverState.ADOPTED)
+
+
+class Admission(Enum):
+    """What to do with a frame. PLACE: write it, then say ``placed``. WAIT: the same frame is being written, acknowledge when it is.
+    AGAIN: it is there, acknowledge again and write nothing. DEAD: drop it, the transfer takes no frames.
+    """
+
+    PLACE = "place"
+    WAIT = "wait"
+    AGAIN = "again"
+    DEAD = "dead"
+
+
+_Rectangle = tuple[int, int, LayerRange, TokenRange, HeadRange]
+
+
+class Receiver:
+    """One incoming transfer of ``tokens`` (all planes, layers and heads of ``spec``), from however many senders.
+
+    Frames may come in any order, repeatedly, over any connection. Raises ValueError for an empty range: there is nothing to transfer.
+    """
+
+    def __init__(self, spec: KVSpec, transfer_id: int, tokens: TokenRange) -> None:
+        if not len(tokens):
+            raise ValueError(f"Receiver.tokens: given the empty {tokens}, a transfer has at least one token")
+        self.transfer_id = transfer_id
+        self.tokens = tokens
+        self.state = ReceiverState.RESERVED
+        self._coverage: Coverage | None = Coverage(spec, tokens)
+        self._writing: dict[_Rectangle, int] = {}
+        self._placed: dict[_Rectangle, int] = {}
+        self._was_complete = False
+        self._bytes = 0
+        self._num_repeated = 0
+
+    @property
+    def num_writers(self) -> int:
+        """Frames that are being written into the transfer's pages right now."""
+        return len(self._writing)
+
+    @property
+    def report(self) -> TransferReport:
+        """So far; final once complete."""
+        return TransferReport(self.tokens, self._bytes, len(self._placed), self._num_repeated)
+
+    def expect(self) -> None:
+        """reserved -> receiving: from now on frames are admitted."""
+        self._require(ReceiverState.RESERVED)
+        self.state = ReceiverState.RECEIVING
+
+    def inspect(self, header: FrameHeader) -> Admission:
+        """What ``begin`` would say now, without any effect. Raises FrameError."""
+        rectangle = header.rectangle
+        if self.state not in _TAKES_FRAMES and not (self._was_complete and rectangle in self._placed):
+            return Admission.DEAD
+        known_crc = self._placed.get(rectangle, self._writing.get(rectangle))
+        if known_crc is not None:
+            if known_crc != header.payload_crc:
+                raise FrameError(f"{rectangle} came before with other bytes")
+            return Admission.WAIT if rectangle in self._writing else Admission.AGAIN
+        if self._coverage is None:
+            raise FrameError(f"{rectangle} overlaps the complete {self.tokens}")
+        group, plane, layers, tokens, heads = rectangle
+        if not self._coverage.contains(group, plane, tokens, heads):
+            raise FrameError(f"{rectangle} is not within the expected {self.tokens}")
+        if self._coverage.any_taken(group, plane, layers, tokens, heads):
+            raise FrameError(f"{rectangle} overlaps what came before")
+        return Admission.PLACE
+
+    def begin(self, header: FrameHeader) -> Admission:
+        """As ``inspect``; if PLACE, the caller is a writer until it says ``placed`` or ``place_failed``. Raises FrameError."""
+        admission = self.inspect(header)
+        if admission is Admission.PLACE:
+            assert self._coverage is not None
+            self._coverage.take(*header.rectangle)
+            self._writing[header.rectangle] = header.payload_crc
+        elif admission in (Admission.AGAIN, Admission.WAIT):
+            self._num_repeated += 1
+        return admission
+
+    def placed(self, header: FrameHeader) -> None:
+        """A writer finished. The last one makes a receiving transfer complete, a fenced one drained."""
+        crc = self._writing.pop(header.rectangle)
+        self._placed[header.rectangle] = crc
+        self._bytes += header.payload_bytes
+        if self.state is ReceiverState.RECEIVING:
+            assert self._coverage is not None
+            if self._coverage.num_free == 0 and not self._writing:
+                self.state = ReceiverState.COMPLETE
+                self._was_complete = True
+                self._coverage = None
+        self._drain()
+
+    def place_failed(self, header: FrameHeader) -> None:
+        """A writer gave up, its pages are in an unknown state: the transfer is fenced."""
+        del self._writing[header.rectangle]
+        self.fence()
+
+    def adopt(self) -> None:
+        """complete -> adopted: the pages are the request's."""
+        self._require(ReceiverState.COMPLETE)
+        self.state = ReceiverState.ADOPTED
+
+    def fence(self) -> None:
+        """No frame is admitted any more. Drained at once if nobody writes, else when the last writer ends. Nothing to do once adopted."""
+        if self.state in (ReceiverState.RESERVED, ReceiverState.RECEIVING, ReceiverState.COMPLETE):
+            self.state = ReceiverState.FENCED
+            self._coverage = None
+            self._was_complete = False
+        self._drain()
+
+    def release(self) -> None:
+        """adopted or drained -> released: the pages may have another owner. Raises ValueError in any other state."""
+        self._require(ReceiverState.ADOPTED, ReceiverState.DRAINED)
+        self.state = ReceiverState.RELEASED
+
+    def _drain(self) -> None:
+        if self.state is ReceiverState.FENCED and not self._writing:
+            self.state = ReceiverState.DRAINED
+
+    def _require(self, *allowed: ReceiverState) -> None:
+        if self.state not in allowed:
+            names = [state.value for state in allowed]
+            raise ValueError(f"transfer {self.transfer_id}: state must be one of {names}, is {self.state.value}")
+
+
+class SenderState(Enum):
+    """See the module docstring."""
+
+    OPEN = "open"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True)
+class OutgoingFrame:
+    """A frame to send: its header and the block whose values are its payload."""
+
+    header: FrameHeader
+    block: KVBlock
+
+
+class Sender:
+    """One outgoing transfer of ``tokens``, for all heads or, from a head shard, for ``heads`` (absolute).
+
+    Done when every cell was pushed and every frame was acknowledged. A frame may be tried ``max_attempts`` times.
+    """
+
+    def __init__(
+        self, spec: KVSpec, transfer_id: int, epoch: int, tokens: TokenRange, heads: HeadRange | None = None, max_attempts: int = 5
+    ) -> None:
+        if not len(tokens):
+            raise ValueError(f"Sender.tokens: given the empty {tokens}, a transfer has at least one token")
+        if not (0 < transfer_id < 1 << 64 and 0 <= epoch < 1 << 64):
+            raise ValueError(f"Sender: transfer_id must be in [1, 2^64), epoch in [0, 2^64), given {transfer_id} and {epoch}")
+        self.transfer_id = transfer_id
+        self.tokens = tokens
+        self.state = SenderState.OPEN
+        self.failure: TransferFailed | None = None
+        self._spec = spec
+        self._epoch = epoch
+        self._max_attempts = max_attempts
+        self._coverage = Coverage(spec, tokens, heads)
+        self._queue: deque[tuple[int, KVBlock]] = deque()
+        self._in_flight: dict[int, OutgoingFrame] = {}
+        self._resend: deque[OutgoingFrame] = deque()
+        self._attempts: dict[int, int] = {}
+        self._next_sequence = 0
+        self._bytes = 0
+        self._num_acked = 0
+        self._num_repeated = 0
+
+    @property
+    def report(self) -> TransferReport:
+        """So far; final once done."""
+        return TransferReport(self.tokens, self._bytes, self._num_acked, self._num_repeated)
+
+    @property
+    def num_queued(self) -> int:
+        """Frames that wait to be sent."""
+        return len(self._queue) + len(self._resend)
+
+    @property
+    def num_owed(self) -> int:
+        """Frames that are not acknowledged: queued or in flight."""
+        return self.num_queued + len(self._in_flight)
+
+    def push(self, block: KVBlock) -> None:
+        """Queue a block, cut into frames. Its values must not change until the transfer ends; they are sent from where they are.
+
+        Raises ValueError for a malformed block, one outside the transfer or one that overlaps an earlier one.
+        Ignored once cancelled or failed.
+        """
+        if self.state in (SenderState.CANCELLED, SenderState.FAILED):
+            return
+        group, plane = check_block(self._spec, block)
+        where = (self._spec.groups.index(group), plane)
+        if not self._coverage.contains(*where, block.tokens, block.heads):
+            raise ValueError(f"push: {block.tokens} {block.heads} of {block.plane!r} is outside the transfer of {self.tokens}")
+        if self._coverage.any_taken(*where, block.layers, block.tokens, block.heads):
+            raise ValueError(f"push: {block.layers} {block.tokens} {block.heads} of {block.plane!r} was pushed before")
+        parts = list(split_block(block, MAX_PAYLOAD_BYTES))
+        self._coverage.take(*where, block.layers, block.tokens, block.heads)
+        for part in parts:
+            self._queue.append((self._next_sequence, part))
+            self._next_sequence += 1
+
+    def next_frame(self) -> OutgoingFrame | None:
+        """Take the next frame to send; it is in flight until ``acked`` or ``lost``. None if nothing waits."""
+        if self._resend:
+            frame = self._resend.popleft()
+            self._num_repeated += 1
+        elif self._queue:
+            sequence, block = self._queue.popleft()
+            frame = OutgoingFrame(frame_of(self._spec, self.transfer_id, self._epoch, sequence, block), block)
+        else:
+            return None
+        sequence = frame.header.sequence
+        self._attempts[sequence] = self._attempts.get(sequence, 0) + 1
+        self._in_flight[sequence] = frame
+        return frame
+
+    def acked(self, sequence: int) -> int:
+        """The receiver placed and checked frame ``sequence``. Its payload bytes, 0 for no news (a late or repeated acknowledgement)."""
+        frame = self._in_flight.pop(sequence, None)
+        if frame is None or self.state is not SenderState.OPEN:
+            return 0
+        del self._attempts[sequence]
+        self._bytes += frame.header.payload_bytes
+        self._num_acked += 1
+        if self._coverage.num_free == 0 and self.num_owed == 0:
+            self.state = SenderState.DONE
+        return frame.header.payload_bytes
+
+    def lost(self, sequence: int, why: str) -> None:
+        """The connection that carried ``sequence`` broke before its acknowledgement: send it again, or fail after too many attempts."""
+        frame = self._in_flight.pop(sequence, None)
+        if frame is None or self.state is not SenderState.OPEN:
+            return
+        if self._attempts[sequence] >= self._max_attempts:
+            self.fail(TransferFailed("UNAVAILABLE", f"frame {sequence} was sent {self._max_attempts} times, last: {why}"))
+        else:
+            self._resend.append(frame)
+
+    def nacked(self, reason: NackReason) -> None:
+        """The receiver takes no frame of this transfer."""
+        code, message = _NACK_CODES[reason]
+        self.fail(TransferFailed(code, message))
+
+    def fail(self, failure: TransferFailed) -> None:
+        """open -> failed. The first failure stands."""
+        if self.state is SenderState.OPEN:
+            self.state = SenderState.FAILED
+            self.failure = failure
+            self._drop()
+
+    def cancel(self) -> None:
+        """open -> cancelled: nothing more is sent."""
+        if self.state is SenderState.OPEN:
+            self.state = SenderState.CANCELLED
+            self.failure = TransferFailed("CANCELLED", "the sender cancelled the transfer")
+            self._drop()
+
+    def _drop(self) -> None:
+        self._queue.clear()
+        self._resend.clear()
+        self._in_flight.clear()
+        self._attempts.clear()

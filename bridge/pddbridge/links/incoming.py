@@ -1,0 +1,170 @@
+"""The incoming transfers of one process, whatever link their frames come over: placing, completion, fencing, late frames, counters.
+
+A link checks a frame's bytes and hands it over; the answer says what to tell the sender. Lives on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Final
+
+from pddbridge.engine import KVBlock
+from pddbridge.kv_spec import KVSpec, TokenRange
+from pddbridge.kv_transfer import Admission, FrameError, Receiver, ReceiverState, TransferFailed, TransferReport
+from pddbridge.kv_wire import FrameHeader, NackReason, Reply
+
+log = logging.getLogger(__name__)
+
+Place = Callable[[int, KVBlock], Awaitable[None]]
+Complete = Callable[[int, TransferReport], None]
+Failed = Callable[[int, TransferFailed], None]
+
+# Ended transfers that are remembered, so that a frame sent again after a lost acknowledgement is told "placed", not "unknown".
+_MAX_REMEMBERED: Final = 256
+
+
+class IncomingTransfers:
+    """``place(transfer_id, block)`` writes a block into pages and returns when it is there; it may keep the block's values.
+    ``complete`` and ``failed`` are called on the loop, at most one of them and once per transfer; after ``failed`` the owner still fences.
+    """
+
+    def __init__(self, spec: KVSpec, epoch: int, place: Place, complete: Complete, failed: Failed) -> None:
+        self.bytes_received = 0
+        self.frames_refused = 0
+        self.late_frames_dropped = 0
+        self._spec = spec
+        self._epoch = epoch
+        self._place = place
+        self._complete = complete
+        self._failed = failed
+        self._open: dict[int, Receiver] = {}
+        self._ended: OrderedDict[int, Receiver] = OrderedDict()
+        self._released: dict[int, asyncio.Event] = {}
+        self._writers: dict[tuple[int, object], asyncio.Task[None]] = {}
+
+    @property
+    def num_open(self) -> int:
+        """Transfers that are expected, receiving, adopted or draining: those not yet fenced to the end."""
+        return len(self._open)
+
+    def expect(self, transfer_id: int, tokens: TokenRange) -> None:
+        """Take frames of ``tokens`` from now on. Raises ValueError for an id that is or was in use and for an empty range."""
+        if not 0 < transfer_id < 1 << 64:
+            raise ValueError(f"transfer_id: given {transfer_id}, must be in [1, 2^64)")
+        if transfer_id in self._open or transfer_id in self._ended:
+            raise ValueError(f"transfer_id: {transfer_id} is in use or was")
+        receiver = Receiver(self._spec, transfer_id, tokens)
+        receiver.expect()
+        self._open[transfer_id] = receiver
+
+    def wants(self, header: FrameHeader) -> bool:
+        """Whether the payload is worth an allocation; if not, ``accept`` needs none of it."""
+        receiver = self._find(header)
+        if not isinstance(receiver, Receiver):
+            return False
+        try:
+            return receiver.inspect(header) is Admission.PLACE
+        except FrameError:
+            return False
+
+    async def accept(self, header: FrameHeader, block: KVBlock | None) -> Reply:
+        """Place a checked frame, or find out why not. ``block`` None: the payload was thrown away because nobody ``wants`` it.
+
+        Cancelling the call does not stop the write that it started.
+        """
+        receiver = self._find(header)
+        if isinstance(receiver, NackReason):
+            return self._drop(header, receiver)
+        try:
+            admission = receiver.inspect(header) if block is None else receiver.begin(header)
+        except FrameError as error:
+            return self._refuse(receiver, header, error)
+        if admission is Admission.DEAD or (block is None and admission is Admission.PLACE):
+            return self._drop(header, NackReason.FENCED if admission is Admission.DEAD else NackReason.UNKNOWN)
+        writer_key = (header.transfer_id, header.rectangle)
+        if admission is Admission.PLACE and block is not None:
+            writer = asyncio.get_running_loop().create_task(_as_coroutine(self._place(header.transfer_id, block)))
+            self._writers[writer_key] = writer
+            writer.add_done_callback(partial(self._written, receiver, header))
+        if (current := self._writers.get(writer_key)) is not None:
+            await asyncio.wait([current])
+            if current.cancelled() or current.exception() is not None:
+                return Reply(header.transfer_id, header.epoch, header.sequence, NackReason.FAILED)
+        # The state may have moved on while we waited.
+        if receiver.inspect(header) is Admission.AGAIN:
+            return Reply(header.transfer_id, header.epoch, header.sequence, None)
+        return Reply(header.transfer_id, header.epoch, header.sequence, NackReason.FENCED)
+
+    async def fence(self, transfer_id: int) -> None:
+        """Returns when no writer can touch the transfer's pages any more. Later frames are dropped. Idempotent; unknown ids are fine."""
+        receiver = self._open.get(transfer_id)
+        if receiver is None:
+            return
+        released = self._released.setdefault(transfer_id, asyncio.Event())
+        receiver.fence()
+        self._settle(receiver)
+        await released.wait()
+
+    async def close(self) -> None:
+        """Fence everything."""
+        await asyncio.gather(*(self.fence(transfer_id) for transfer_id in list(self._open)))
+
+    def _find(self, header: FrameHeader) -> Receiver | NackReason:
+        if header.epoch != self._epoch:
+            return NackReason.EPOCH
+        receiver = self._open.get(header.transfer_id) or self._ended.get(header.transfer_id)
+        return NackReason.UNKNOWN if receiver is None else receiver
+
+    def _drop(self, header: FrameHeader, reason: NackReason) -> Reply:
+        self.late_frames_dropped += 1
+        log.info("transfer %d: late frame %d dropped: %s", header.transfer_id, header.sequence, reason.name)
+        return Reply(header.transfer_id, header.epoch, header.sequence, reason)
+
+    def _refuse(self, receiver: Receiver, header: FrameHeader, error: FrameError) -> Reply:
+        self.frames_refused += 1
+        log.warning("transfer %d: frame %d refused: %s", header.transfer_id, header.sequence, error)
+        if receiver.state is ReceiverState.RECEIVING:
+            self._fail(receiver, TransferFailed("INTERNAL", f"a frame was refused: {error}"))
+        return Reply(header.transfer_id, header.epoch, header.sequence, NackReason.REFUSED)
+
+    def _written(self, receiver: Receiver, header: FrameHeader, writer: asyncio.Task[None]) -> None:
+        """A ``place`` ended."""
+        del self._writers[(header.transfer_id, header.rectangle)]
+        error = asyncio.CancelledError("place was cancelled") if writer.cancelled() else writer.exception()
+        if error is not None:
+            log.error("transfer %d: placing frame %d failed", header.transfer_id, header.sequence, exc_info=error)
+            was_receiving = receiver.state is ReceiverState.RECEIVING
+            receiver.place_failed(header)
+            if was_receiving:
+                self._failed(header.transfer_id, TransferFailed("INTERNAL", f"placing a frame failed: {error!r}"))
+        else:
+            self.bytes_received += header.payload_bytes
+            receiver.placed(header)
+            if receiver.state is ReceiverState.COMPLETE:
+                receiver.adopt()
+                self._complete(header.transfer_id, receiver.report)
+        if header.transfer_id in self._released:
+            self._settle(receiver)
+
+    def _fail(self, receiver: Receiver, failure: TransferFailed) -> None:
+        receiver.fence()
+        self._failed(receiver.transfer_id, failure)
+
+    def _settle(self, receiver: Receiver) -> None:
+        """Someone fences: release once nobody writes."""
+        if receiver.state not in (ReceiverState.DRAINED, ReceiverState.ADOPTED):
+            return
+        receiver.release()
+        del self._open[receiver.transfer_id]
+        self._ended[receiver.transfer_id] = receiver
+        while len(self._ended) > _MAX_REMEMBERED:
+            self._ended.popitem(last=False)
+        self._released.pop(receiver.transfer_id).set()
+
+
+async def _as_coroutine(awaitable: Awaitable[None]) -> None:
+    await awaitable

@@ -1,0 +1,119 @@
+"""One outgoing transfer as its owner sees it, whatever link carries it: push, await, cancel, and the deadline for progress."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from pddbridge.engine import KVBlock
+from pddbridge.kv_transfer import OutgoingFrame, Sender, SenderState, TransferFailed, TransferReport
+from pddbridge.kv_wire import NackReason
+
+
+class OutgoingTransfer:
+    """Lives on one event loop. ``offer`` tells the link that frames wait. ``stall_timeout_s``: longest wait for an acknowledgement while
+    frames are owed, by the loop's monotonic clock; a transfer with nothing to send may be idle for ever.
+    """
+
+    def __init__(self, machine: Sender, offer: Callable[[OutgoingTransfer], None], stall_timeout_s: float) -> None:
+        self._machine = machine
+        self._offer = offer
+        self._stall_timeout_s = stall_timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._progress_at = self._loop.time()
+        self._timer: asyncio.TimerHandle | None = None
+        self._ended = asyncio.Event()
+
+    @property
+    def transfer_id(self) -> int:
+        return self._machine.transfer_id
+
+    @property
+    def ended(self) -> bool:
+        """Whether ``done`` would return or raise at once."""
+        return self._ended.is_set()
+
+    @property
+    def report(self) -> TransferReport:
+        """So far; final once done."""
+        return self._machine.report
+
+    def push(self, block: KVBlock) -> None:
+        """Queue a block; its values must not change until the transfer ends. Does not wait.
+
+        Raises ValueError for a malformed block, one outside the transfer or one that overlaps an earlier one.
+        Ignored once cancelled or failed.
+        """
+        was_idle = self._machine.num_owed == 0
+        self._machine.push(block)
+        if self._machine.num_owed:
+            if was_idle:
+                self._progress_at = self._loop.time()
+                self._watch(self._stall_timeout_s)
+            self._offer(self)
+
+    async def done(self) -> TransferReport:
+        """Returns when every cell was pushed and every frame acknowledged after placing. Raises TransferFailed."""
+        await self._ended.wait()
+        if (failure := self._machine.failure) is not None:
+            raise TransferFailed(failure.code, failure.message)
+        return self._machine.report
+
+    def cancel(self) -> None:
+        """Send nothing more; ``done`` raises TransferFailed CANCELLED. No effect once ended."""
+        self._machine.cancel()
+        self._settle()
+
+    # What follows is for the link.
+
+    @property
+    def num_queued(self) -> int:
+        return self._machine.num_queued
+
+    def next_frame(self) -> OutgoingFrame | None:
+        return self._machine.next_frame()
+
+    def acked(self, sequence: int) -> int:
+        num_bytes = self._machine.acked(sequence)
+        if num_bytes:
+            self._progress_at = self._loop.time()
+            self._settle()
+        return num_bytes
+
+    def nacked(self, reason: NackReason) -> None:
+        self._machine.nacked(reason)
+        self._settle()
+
+    def lost(self, sequence: int, why: str) -> None:
+        self._machine.lost(sequence, why)
+        self._settle()
+        if self._machine.num_queued:
+            self._offer(self)
+
+    def fail(self, failure: TransferFailed) -> None:
+        self._machine.fail(failure)
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._machine.state is not SenderState.OPEN:
+            self._ended.set()
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    def _watch(self, delay_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(delay_s, self._check_progress)
+
+    def _check_progress(self) -> None:
+        self._timer = None
+        if self._machine.num_owed == 0:
+            return
+        waited_s = self._loop.time() - self._progress_at
+        if waited_s >= self._stall_timeout_s:
+            self.fail(
+                TransferFailed("DEADLINE_EXCEEDED", f"no frame of {self._machine.num_owed} owed was acknowledged for {waited_s:.1f} s")
+            )
+        else:
+            self._watch(self._stall_timeout_s - waited_s)

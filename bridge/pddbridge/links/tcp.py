@@ -1,0 +1,22 @@
+"""KV over TCP, for the wide area: frames on raw asyncio sockets, several warm connections per receiver. The link's whole interface."""
+
+from pddbridge.kv_handshake import PROTOCOL_VERSION, Handshake, HandshakeError
+from pddbridge.kv_transfer import TransferFailed, TransferReport
+from pddbridge.links.outgoing import OutgoingTransfer
+from pddbridge.links.tcp_peer import SenderSettings
+from pddbridge.links.tcp_sender import KVSender, SenderCounters
+from pddbridge.links.tcp_server import KVServer, ServerCounters
+
+__all__ = [
+    "PROTOCOL_VERSION",
+    "Handshake",
+    "HandshakeError",
+    "KVSender",
+    "KVServer",
+    "OutgoingTransfer",
+    "SenderCounters",
+    "SenderSettings",
+    "ServerCounters",
+    "TransferFailed",
+    "TransferReport",
+]

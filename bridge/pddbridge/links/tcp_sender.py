@@ -1,0 +1,79 @@
+"""The sending end of the TCP link in one process: transfers to any number of receivers."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from pddbridge.kv_handshake import Handshake
+from pddbridge.kv_spec import HeadRange, TokenRange
+from pddbridge.kv_transfer import Sender
+from pddbridge.links.outgoing import OutgoingTransfer
+from pddbridge.links.tcp_peer import Peer, SenderSettings
+
+
+@dataclass(frozen=True)
+class SenderCounters:
+    """Since the start. ``bytes_sent``: payload, acknowledged after placing. ``frames_resent``: given back by broken connections.
+    ``num_open``: transfers that have not ended, now.
+    """
+
+    bytes_sent: int
+    frames_resent: int
+    connections_opened: int
+    num_open: int
+
+
+class KVSender:
+    """Sends KV from one process. Connections to a receiver are kept between transfers and opened again when broken."""
+
+    def __init__(self, handshake: Handshake, settings: SenderSettings | None = None) -> None:
+        self._handshake = handshake
+        self._settings = settings or SenderSettings()
+        self._peers: dict[tuple[str, int, int], Peer] = {}
+        self._retired = SenderCounters(0, 0, 0, 0)
+        self._closing: set[asyncio.Task[None]] = set()
+
+    @property
+    def counters(self) -> SenderCounters:
+        peers, past = self._peers.values(), self._retired
+        return SenderCounters(
+            past.bytes_sent + sum(peer.bytes_sent for peer in peers),
+            past.frames_resent + sum(peer.frames_resent for peer in peers),
+            past.connections_opened + sum(peer.connections_opened for peer in peers),
+            sum(peer.num_live for peer in peers),
+        )
+
+    def open(
+        self, host: str, port: int, receiver_epoch: int, transfer_id: int, tokens: TokenRange, heads: HeadRange | None = None
+    ) -> OutgoingTransfer:
+        """A transfer of ``tokens`` to the receiver with ``receiver_epoch`` at ``host:port``; ``heads`` (absolute): only this shard's.
+
+        Call on the event loop. Nothing is sent before the first ``push``. Raises ValueError for an empty range or an id in use.
+        """
+        self._retire(host, port, receiver_epoch)
+        key = (host, port, receiver_epoch)
+        peer = self._peers.get(key) or Peer(self._handshake, host, port, receiver_epoch, self._settings)
+        machine = Sender(self._handshake.kv_spec, transfer_id, receiver_epoch, tokens, heads, self._settings.max_attempts)
+        transfer = OutgoingTransfer(machine, peer.offer, self._settings.stall_timeout_s)
+        peer.add(transfer)
+        self._peers[key] = peer
+        return transfer
+
+    async def close(self) -> None:
+        """Cancel live transfers, close connections."""
+        await asyncio.gather(*(peer.close() for peer in self._peers.values()), *self._closing)
+
+    def _retire(self, host: str, port: int, epoch: int) -> None:
+        """Forget earlier lives of the receiver at ``host:port`` that nothing is sent to any more."""
+        for key in [k for k in self._peers if k[:2] == (host, port) and k[2] != epoch and not self._peers[k].num_live]:
+            peer, past = self._peers.pop(key), self._retired
+            self._retired = SenderCounters(
+                past.bytes_sent + peer.bytes_sent,
+                past.frames_resent + peer.frames_resent,
+                past.connections_opened + peer.connections_opened,
+                0,
+            )
+            task = asyncio.get_running_loop().create_task(peer.close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)

@@ -1,0 +1,189 @@
+"""The receiving end of the TCP link in one process: accepts connections, checks bytes, answers. What frames mean is ``incoming``'s."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from dataclasses import dataclass
+
+from pddbridge.engine import KVBlock
+from pddbridge.kv_handshake import Handshake, HandshakeError, check_hello, refuse, welcome
+from pddbridge.kv_spec import TokenRange
+from pddbridge.kv_wire import (
+    FRAME_HEADER_BYTES,
+    MAX_PAYLOAD_BYTES,
+    FrameHeader,
+    WireError,
+    block_of,
+    decode_frame_header,
+    empty_values,
+    encode_reply,
+    payload_view,
+)
+from pddbridge.links import tcp_io
+from pddbridge.links.incoming import Complete, Failed, IncomingTransfers, Place
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ServerCounters:
+    """Since the start. ``bytes_received``: payload, placed and checked. ``frames_refused``: bad checksum, format, range or order.
+    ``late_frames_dropped``: of fenced or unknown transfers or another epoch. ``num_open``: transfers not yet fenced to the end, now.
+    ``num_connections``: now.
+    """
+
+    bytes_received: int
+    frames_refused: int
+    late_frames_dropped: int
+    handshakes_refused: int
+    num_open: int
+    num_connections: int
+
+
+class KVServer:
+    """Receives KV for one process. ``place``, ``complete``, ``failed`` as :class:`IncomingTransfers` says.
+
+    At most ``max_placing`` frames (1 MiB each) per connection are in memory at once; then the connection is not read until one is placed.
+    """
+
+    def __init__(
+        self,
+        handshake: Handshake,
+        place: Place,
+        complete: Complete,
+        failed: Failed,
+        *,
+        max_placing: int = 8,
+        max_connections: int = 256,
+        handshake_timeout_s: float = 10.0,
+    ) -> None:
+        self._handshake = handshake
+        self._incoming = IncomingTransfers(handshake.kv_spec, handshake.epoch, place, complete, failed)
+        self._max_placing = max_placing
+        self._max_connections = max_connections
+        self._handshake_timeout_s = handshake_timeout_s
+        self._listener: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+        self._frames_refused = 0
+        self._handshakes_refused = 0
+
+    @property
+    def counters(self) -> ServerCounters:
+        incoming = self._incoming
+        refused = incoming.frames_refused + self._frames_refused
+        return ServerCounters(
+            incoming.bytes_received,
+            refused,
+            incoming.late_frames_dropped,
+            self._handshakes_refused,
+            incoming.num_open,
+            len(self._connections),
+        )
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen on ``host`` alone and return the port (``port`` 0: a free one). Raises OSError."""
+        self._listener = await tcp_io.listen(host, port)
+        self._accepting = asyncio.create_task(self._accept(self._listener), name="kv-accept")
+        return int(self._listener.getsockname()[1])
+
+    def expect(self, transfer_id: int, tokens: TokenRange) -> None:
+        """Take frames of ``tokens`` from now on. Raises ValueError for an id that is or was in use and for an empty range."""
+        self._incoming.expect(transfer_id, tokens)
+
+    async def fence(self, transfer_id: int) -> None:
+        """Returns when no writer can touch the transfer's pages any more; later frames are dropped and counted. Idempotent."""
+        await self._incoming.fence(transfer_id)
+
+    async def close(self) -> None:
+        """Stop listening, drop connections, fence all transfers."""
+        tasks = [*self._connections, *([self._accepting] if self._accepting else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._listener is not None:
+            self._listener.close()
+        await self._incoming.close()
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, address = await loop.sock_accept(listener)
+            except OSError as error:  # out of descriptors: those in use will end, the listener must not
+                log.error("kv server: cannot accept: %s", error)
+                await asyncio.sleep(0.1)
+                continue
+            if len(self._connections) >= self._max_connections:
+                log.error("kv server: connection from %s refused, %d are open", address, len(self._connections))
+                sock.close()
+                continue
+            task = asyncio.create_task(self._serve(sock, str(address)), name=f"kv-from-{address}")
+            self._connections.add(task)
+            task.add_done_callback(self._connections.discard)
+
+    async def _serve(self, sock: socket.socket, address: str) -> None:
+        """One connection, to its end."""
+        replies: set[asyncio.Task[None]] = set()
+        try:
+            tcp_io.prepare(sock)
+            async with asyncio.timeout(self._handshake_timeout_s):
+                await self._greet(sock)
+            await self._receive_frames(sock, replies)
+        except HandshakeError as error:
+            self._handshakes_refused += 1
+            log.error("kv server: handshake from %s refused: %s", address, error)
+        except WireError as error:
+            self._frames_refused += 1
+            log.error("kv server: connection from %s dropped: %s", address, error)
+        except (OSError, TimeoutError) as error:
+            if not (isinstance(error, tcp_io.ConnectionClosedError) and error.clean):
+                log.warning("kv server: connection from %s broken: %r", address, error)
+        finally:
+            # Nobody may wait on the descriptor when it is closed: its number is reused at once.
+            for reply in replies:
+                reply.cancel()
+            await asyncio.gather(*replies, return_exceptions=True)
+            sock.close()
+
+    async def _greet(self, sock: socket.socket) -> None:
+        _, body = await tcp_io.receive_message(sock, ("hello",))
+        try:
+            check_hello(body, self._handshake)
+        except HandshakeError as error:
+            await tcp_io.send(sock, refuse(error), memoryview(b""))
+            raise
+        await tcp_io.send(sock, welcome(self._handshake), memoryview(b""))
+
+    async def _receive_frames(self, sock: socket.socket, replies: set[asyncio.Task[None]]) -> None:
+        spec = self._handshake.kv_spec
+        slots, sending = asyncio.Semaphore(self._max_placing), asyncio.Lock()
+        discarded: bytearray | None = None
+        head = bytearray(FRAME_HEADER_BYTES)
+        while True:
+            await tcp_io.receive_into(sock, memoryview(head))
+            header = decode_frame_header(head, spec)
+            await slots.acquire()
+            block = None
+            if self._incoming.wants(header):
+                # Fresh for every frame: whoever places it may keep it.
+                values = empty_values(header, spec)
+                await tcp_io.receive_into(sock, payload_view(values))
+                block = block_of(header, spec, values)
+            else:
+                discarded = discarded or bytearray(MAX_PAYLOAD_BYTES)
+                await tcp_io.receive_into(sock, memoryview(discarded)[: header.payload_bytes])
+            reply = asyncio.create_task(self._answer(sock, sending, header, block))
+            replies.add(reply)
+            reply.add_done_callback(replies.discard)
+            reply.add_done_callback(lambda _: slots.release())
+            del block
+
+    async def _answer(self, sock: socket.socket, sending: asyncio.Lock, header: FrameHeader, block: KVBlock | None) -> None:
+        reply = await self._incoming.accept(header, block)
+        with contextlib.suppress(OSError):  # broken: the reading side of the connection sees it too, and the sender will send again
+            async with sending:
+                await tcp_io.send(sock, encode_reply(reply), memoryview(b""))
