@@ -1,0 +1,50 @@
+"""uvicorn on a socket of ours: the port is known to be ours before anything else starts, and signals stay with the composition root."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Generator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+GRACE_S = 3  # running streams get this long at shutdown, then they are cancelled
+
+
+class HttpServer(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """uvicorn would install its own handlers for SIGINT and SIGTERM here."""
+        yield
+
+
+def bind_http(host: str, port: int) -> socket.socket:
+    """A bound, not yet listening socket; ``port`` 0 takes a free one. Raises ValueError naming address and reason."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        bound = socket.socket(family, kind, protocol)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+        except OSError:
+            bound.close()
+            raise
+    except OSError as error:
+        raise ValueError(f"serving.http_port: cannot listen on {host}:{port}: {error.strerror or error}") from error
+    return bound
+
+
+def make_http_server(app: ASGIApp) -> HttpServer:
+    """Serve with ``await server.serve(sockets=[bound])``; ``server.should_exit = True`` ends it."""
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        timeout_graceful_shutdown=GRACE_S,
+        timeout_keep_alive=75,
+    )
+    return HttpServer(config)

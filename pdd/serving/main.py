@@ -1,0 +1,117 @@
+"""The coordinator process: composition root. Builds the worker pool, the coordinator and both front doors, serves until told to stop.
+
+python -m pdd.serving.main --config FILE --topology FILE --cache-dir DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import grpc.aio
+
+from pdd import models
+from pdd.config import LaunchConfig
+from pdd.config import load as load_config
+from pdd.errors import PddError
+from pdd.launch.child import report, when_parent_ends
+from pdd.serving.coordinator import Coordinator
+from pdd.serving.front import Front
+from pdd.serving.grpc_door import follow_health, make_door_server, start_grpc
+from pdd.serving.http_server import GRACE_S, HttpServer, bind_http, make_http_server
+from pdd.serving.metrics import Metrics
+from pdd.serving.openai.app import create_app
+from pdd.serving.text.model import TextModel
+from pdd.serving.worker_pool import WorkerPool
+from pdd.topology import Topology
+from pddbridge.rpc.channel import bind
+
+log = logging.getLogger(__name__)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="pdd.serving.main")
+    for option in ("--config", "--topology", "--cache-dir"):
+        parser.add_argument(option, type=Path, required=True)
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    try:
+        config = load_config(arguments.config)
+        topology = Topology.load(arguments.topology)
+        asyncio.run(serve(config, topology, arguments.cache_dir))
+    except (ValueError, OSError, PddError) as error:
+        # The launcher shows the last line of stderr where a process failed to start.
+        print(f"coordinator: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+async def serve(config: LaunchConfig, topology: Topology, cache_dir: Path) -> None:
+    """Until SIGTERM, SIGINT or the parent's end. Raises ValueError or PddError, one clear line, when it cannot start."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    when_parent_ends(loop, stop)
+    async with contextlib.AsyncExitStack() as stack:
+        # Both ports first: when one is taken, that is known before anybody waits for workers.
+        http_socket = stack.enter_context(contextlib.closing(bind_http(topology.http.host, topology.http.port)))
+        grpc_server = make_door_server(config.serving.max_body_bytes)
+        bind(grpc_server, topology.grpc.host, topology.grpc.port)
+        starting = asyncio.create_task(_start(config, topology, cache_dir, stack))
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            return
+        front, metrics = starting.result()
+        await _serve_doors(front, metrics, http_socket, grpc_server, stopping)
+
+
+async def _start(config: LaunchConfig, topology: Topology, cache_dir: Path, stack: contextlib.AsyncExitStack) -> tuple[Front, Metrics]:
+    """What stands behind the doors; ``stack`` closes it."""
+    report("loading", what="tokenizer")
+    text = await asyncio.to_thread(lambda: TextModel.load(models.resolve(config.model, cache_dir)))
+    report("loading", what="workers")
+    pool = await WorkerPool.connect(topology, config.serving.site, config.start_timeout_s)
+    stack.push_async_callback(pool.close)
+    metrics = Metrics()
+    coordinator = Coordinator(config, pool, text, metrics)
+    return Front(coordinator, pool.unhealthy, text, config.serving), metrics
+
+
+async def _serve_doors(
+    front: Front, metrics: Metrics, http_socket: socket.socket, grpc_server: grpc.aio.Server, stopping: asyncio.Task[bool]
+) -> None:
+    http_server = make_http_server(create_app(front, metrics.registry))
+    health = await start_grpc(front, grpc_server)
+    tasks = {
+        "the HTTP door": asyncio.create_task(http_server.serve(sockets=[http_socket])),
+        "the health watch": asyncio.create_task(follow_health(front, health)),
+    }
+    try:
+        await _http_started(http_server, tasks["the HTTP door"])
+        report("ready", http=str(http_socket.getsockname()[1]), model=front.generator.limits.model_name)
+        await asyncio.wait((stopping, *tasks.values()), return_when=asyncio.FIRST_COMPLETED)
+        for name, task in tasks.items():
+            if task.done():
+                raise ValueError(f"{name} ended unexpectedly") from task.exception()
+    finally:
+        http_server.should_exit = True
+        tasks["the health watch"].cancel()
+        await asyncio.gather(health.enter_graceful_shutdown(), grpc_server.stop(GRACE_S), *tasks.values(), return_exceptions=True)
+
+
+async def _http_started(server: HttpServer, task: asyncio.Task[None]) -> None:
+    while not server.started and not task.done():
+        await asyncio.sleep(0.01)
+
+
+if __name__ == "__main__":
+    main()

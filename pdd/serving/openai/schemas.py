@@ -1,0 +1,170 @@
+"""What the OpenAI door reads from a JSON body, and what it refuses.
+
+Three kinds of fields: those below are honoured; those in ``_HARMLESS`` would change the answer but are not supported, so any value
+that asks for something is refused with their name; everything else is ignored, as OpenAI-compatible servers do. Fields that would
+tell this service where other machines are are refused whatever they say: topology never comes from clients.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
+
+from pdd.errors import Code, PddError
+from pdd.serving.openai.errors import from_validation
+from pdd.serving.request import HandoffName, PipelineName
+from pdd.serving.sampling_check import MAX_LOGPROBS
+
+MAX_CHOICES = 16
+
+# Field -> values that ask for nothing. null never does.
+_HARMLESS: dict[str, tuple[object, ...]] = {
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (True,),
+    "allowed_token_ids": ([],),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "grammar": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1, 1.0),
+    "logits_processors": ([],),
+    "modalities": (["text"],),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "regex": (),
+    "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "truncate_prompt_tokens": (-1,),
+    "use_beam_search": (False,),
+    "web_search_options": (),
+}
+_NAMES_MACHINES = re.compile(
+    r"kv_transfer|bootstrap|bridge|peer|topology|epoch|endpoint|(^|_)(host|hosts|port|ports|addr|address|url|remote|transfer)(_|$)"
+)
+
+
+class _Lenient(BaseModel):
+    """Strict types (no "1" for 1, no true for 1), unknown fields ignored, null as good as absent where a default is None."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class StreamOptions(_Lenient):
+    include_usage: bool | None = None
+
+
+class PddOptions(BaseModel):
+    """Ours, hence strict: what to report, and which way the request should go (only where the launch config allows it)."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    report_origin: bool = False
+    timeline: bool = False
+    pipeline: PipelineName | None = None
+    handoff: HandoffName | None = None
+    handoff_at: int | None = None
+
+
+class SharedFields(_Lenient):
+    """Shared by both endpoints. Ranges are checked where sampling parameters are derived, for both doors alike."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    cache_salt: str | None = None
+    pdd: PddOptions | None = None
+
+
+class Message(_Lenient):
+    """``content``: a string, or a list of {"type": "text", "text": ...}; read by ``params.message_text``, which names what it refuses."""
+
+    role: str
+    content: object = None
+    tool_calls: list[object] | None = None
+    function_call: dict[str, object] | None = None
+
+
+class ChatRequest(SharedFields):
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+
+class CompletionRequest(SharedFields):
+    """``prompt``: str, list of str, list of ids or list of lists of ids; read by ``params.completion_prompts``."""
+
+    prompt: object = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+
+def read_chat(body: bytes) -> ChatRequest:
+    """Raises PddError(INVALID_ARGUMENT) naming the field."""
+    try:
+        return ChatRequest.model_validate(_fields(body))
+    except ValidationError as error:
+        raise from_validation(error) from error
+
+
+def read_completion(body: bytes) -> CompletionRequest:
+    """Raises PddError(INVALID_ARGUMENT) naming the field."""
+    try:
+        return CompletionRequest.model_validate(_fields(body))
+    except ValidationError as error:
+        raise from_validation(error) from error
+
+
+def _fields(body: bytes) -> dict[str, object]:
+    """The JSON object in ``body``. NaN, Infinity, lone surrogates, invalid UTF-8 and bottomless nesting are refused by the parser."""
+    try:
+        fields = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise PddError(Code.INVALID_ARGUMENT, f"the body is not valid JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise PddError(Code.INVALID_ARGUMENT, "the body must be a JSON object")
+    for name, value in fields.items():
+        if _NAMES_MACHINES.search(name):
+            raise PddError(Code.INVALID_ARGUMENT, f"{name}: not accepted from clients: the service alone decides where KV goes", name)
+        if name in _HARMLESS and value is not None and not any(_same(value, harmless) for harmless in _HARMLESS[name]):
+            raise PddError(Code.INVALID_ARGUMENT, f"{name}: not supported by this service", name)
+    return fields
+
+
+def _same(value: object, harmless: object) -> bool:
+    """Equal, and not only because True == 1."""
+    return value == harmless and isinstance(value, bool) == isinstance(harmless, bool)

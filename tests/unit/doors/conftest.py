@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from pdd.serving.text.model import TextModel
+from tests.support.doors import Doors, open_doors
+from tests.support.scripted_coordinator import ScriptedCoordinator
+from tests.support.tiny_models import make_tiny_llama
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
+    return TextModel.load(make_tiny_llama(tmp_path_factory.mktemp("doors") / "tiny", num_layers=1))
+
+
+@pytest.fixture
+async def doors(text: TextModel) -> AsyncGenerator[Doors, None]:
+    async with open_doors(ScriptedCoordinator(text)) as opened:
+        yield opened
