@@ -1,0 +1,175 @@
+"""The PyTorch engine: steps, sampling and KV access, by the contract of :mod:`pddbridge.engine`.
+
+What is promised about numbers: a row's tokens depend on its own request alone, up to ties. With float32 compute, a row alone, in a
+batch, stepwise or as one extend has the same logits within rounding (about 1e-5 of their size), not to the last bit, since matrix
+products of different heights add in different orders; so its tokens are equal unless two candidates tie within that. With bfloat16
+compute the same holds within bfloat16's rounding, and ties are correspondingly wider.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from pddbridge.checkpoint import open_checkpoint
+from pddbridge.engine import EngineConfig, EngineStats, KVBlock, SampleRow, Step, StepResult
+from pddbridge.engine_checks import check_block, check_config, check_page, check_page_range, check_step
+from pddbridge.kv_layout import KVLayout, head_major
+from pddbridge.kv_spec import KVSpec, TokenRange
+from pddbridge.model_spec import ModelSpec
+from pddbridge.sampling import greedy_suffices, sample
+from pddbridge.sampling_params import TokenRecord
+from pddtorch.arrays import TORCH_DTYPES
+from pddtorch.batch import make_batch
+from pddtorch.kv import KVPool
+from pddtorch.model import LlamaModel
+from pddtorch.warm_up import warm_up_shapes
+from pddtorch.weights import load_weights
+
+
+def create(model_dir: str, config: EngineConfig) -> TorchEngine:
+    """Load ``model_dir`` onto ``config.device``. Sets torch's thread count for the process.
+
+    Raises ValueError for a config that cannot be served (field named) and CheckpointError for a model that cannot be loaded.
+    """
+    return TorchEngine(model_dir, config)
+
+
+class TorchEngine:
+    """See :class:`pddbridge.engine.Engine`. All calls from one thread."""
+
+    @torch.inference_mode()
+    def __init__(self, model_dir: str, config: EngineConfig) -> None:
+        checkpoint = open_checkpoint(model_dir)
+        check_config(config, checkpoint.spec)
+        self._device = _device(config.device)
+        self._config = config
+        self._spec = checkpoint.spec
+        self._thread: int | None = None
+        self._own_thread()
+        dtype, kv_dtype = TORCH_DTYPES[config.compute_dtype], TORCH_DTYPES[config.kv_dtype]
+        self._mask_dtype = torch.promote_types(dtype, kv_dtype)
+        weights = load_weights(checkpoint, dtype, self._device)
+        self._weights_digest = checkpoint.weights_digest()
+        self._model = LlamaModel(self._spec, weights, dtype, self._device)
+        self._kv_spec = KVSpec.gqa(self._spec.num_layers, self._spec.num_kv_heads, self._spec.head_dim, config.kv_dtype)
+        self._layout = head_major(config.page_size, config.kv_dtype)
+        self._pool = KVPool(self._kv_spec, config.num_pages, config.page_size, self._device)
+        self._num_steps = 0
+        # On a CPU every linear should be packed; where torch cannot, it shows here.
+        self._fallbacks = {"unpacked_linear": weights.num_unpacked if self._device.type == "cpu" else 0}
+
+    @property
+    def name(self) -> str:
+        return "torch"
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._spec
+
+    @property
+    def kv_spec(self) -> KVSpec:
+        return self._kv_spec
+
+    @property
+    def layout(self) -> KVLayout:
+        return self._layout
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._config
+
+    @property
+    def weights_digest(self) -> str:
+        return self._weights_digest
+
+    def warm_up(self, progress: Callable[[int, int, str], None]) -> None:
+        """Run representative shapes, so that oneDNN's kernels exist and memory is touched. Writes to no page of the caller's."""
+        shapes = warm_up_shapes(self._config)
+        for done, shape in enumerate(shapes, start=1):
+            self._logits(shape.step(self._pool.scratch_page))
+            progress(done, len(shapes), shape.label)
+
+    def step(self, step: Step) -> StepResult:
+        check_step(step, self._config, self._spec.vocab_size)
+        logits = self._logits(step)
+        self._num_steps += 1
+        return StepResult(() if logits is None else self._choose(logits, step.samples))
+
+    def logits(self, step: Step) -> np.ndarray:
+        check_step(step, self._config, self._spec.vocab_size)
+        logits = self._logits(step)
+        self._num_steps += 1
+        return np.empty((0, self._spec.vocab_size), np.float32) if logits is None else logits.cpu().numpy()
+
+    @torch.inference_mode()
+    def read_kv(self, page_table: np.ndarray, tokens: TokenRange) -> tuple[KVBlock, ...]:
+        check_page_range(page_table, tokens, self._config)
+        return self._pool.read(page_table, tokens)
+
+    @torch.inference_mode()
+    def write_kv(self, page_table: np.ndarray, block: KVBlock) -> None:
+        check_block(block, self._kv_spec)
+        check_page_range(page_table, block.tokens, self._config)
+        self._pool.write(page_table, block)
+
+    @torch.inference_mode()
+    def copy_page(self, source: int, destination: int) -> None:
+        check_page("source", source, self._config)
+        check_page("destination", destination, self._config)
+        self._pool.copy_page(source, destination)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(compilations=0, steps=self._num_steps, fallbacks=dict(self._fallbacks))
+
+    @torch.inference_mode()
+    def _logits(self, step: Step) -> torch.Tensor | None:
+        self._own_thread()
+        batch = make_batch(
+            step,
+            num_kv_heads=self._spec.num_kv_heads,
+            page_size=self._config.page_size,
+            head_dim=self._spec.head_dim,
+            mask_dtype=self._mask_dtype,
+            device=self._device,
+        )
+        return self._model.forward(batch, self._pool.layers)
+
+    @torch.inference_mode()
+    def _choose(self, logits: torch.Tensor, samples: tuple[SampleRow, ...]) -> tuple[TokenRecord, ...]:
+        """Plain argmax on the device where it is enough; for the others their logits, and only theirs, come to the host."""
+        greedy = [greedy_suffices(row.params, row.position) for row in samples]
+        records: list[TokenRecord | None] = [None] * len(samples)
+        if any(greedy):
+            largest, ids = (values.tolist() for values in logits.max(-1))  # the first of equals: the lowest id
+            for index in (index for index, is_greedy in enumerate(greedy) if is_greedy):
+                if not np.isfinite(largest[index]):
+                    raise ValueError(f"logits: the largest of row {samples[index].row} is {largest[index]}, a finite number is needed")
+                records[index] = TokenRecord(ids[index])
+        others = [index for index, is_greedy in enumerate(greedy) if not is_greedy]
+        if others:
+            for index, row_logits in zip(others, logits[others].cpu().numpy(), strict=True):
+                row = samples[index]
+                records[index] = sample(row_logits, row.params, row.prompt_ids, row.log_ids, row.position)
+        return tuple(record for record in records if record is not None)
+
+    def _own_thread(self) -> None:
+        """OpenMP's thread count belongs to the thread that calls, and the worker's step thread is not the one that loaded."""
+        if self._thread != threading.get_ident():
+            torch.set_num_threads(self._config.num_threads)
+            self._thread = threading.get_ident()
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device: given {name!r}, allowed a torch device such as 'cpu' or 'cuda:0'") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: given {name!r}, allowed 'cpu' or 'cuda'")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device: given {name!r}, but torch {torch.__version__} sees no such device here, allowed 'cpu'")
+    return device

@@ -1,0 +1,69 @@
+"""The KV pool: pages of all layers on the device, head-major, changed in place. Owns their memory and every move in or out of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from pddbridge.engine import KVBlock
+from pddbridge.kv_spec import HeadRange, KVGroup, KVPlane, KVSpec, LayerRange, TokenRange
+from pddkernels.kv_pages.portable_torch import read_rows, slot_rows, write_rows
+from pddtorch.arrays import TORCH_DTYPES, to_numpy, to_torch
+
+
+class KVPool:
+    """Per layer and plane a tensor [num_pages + 1, kv_heads, page_size, dim]. The last page is scratch for warming up, nobody else's."""
+
+    def __init__(self, spec: KVSpec, num_pages: int, page_size: int, device: torch.device) -> None:
+        (self._group,) = _single_group(spec)
+        self.page_size = page_size
+        self.scratch_page = num_pages
+        self._planes = {
+            plane.name: torch.zeros(
+                (spec.num_layers, num_pages + 1, plane.num_heads, page_size, plane.head_dim), dtype=TORCH_DTYPES[spec.dtype], device=device
+            )
+            for plane in self._group.planes
+        }
+        keys, values = (self._planes[name].unbind(0) for name in ("k", "v"))
+        self.layers: tuple[tuple[torch.Tensor, torch.Tensor], ...] = tuple(zip(keys, values, strict=True))
+
+    def read(self, page_table: np.ndarray, tokens: TokenRange) -> tuple[KVBlock, ...]:
+        """One block per plane, all layers and heads, copied to the host. ``page_table`` [P] i32, already checked."""
+        blocks = []
+        for plane in self._group.planes:
+            pool = self._planes[plane.name]
+            heads = HeadRange(0, plane.num_heads)
+            rows = self._rows(page_table, tokens, heads, plane)
+            shape = (len(pool), len(tokens), len(heads), plane.head_dim)
+            values = torch.empty(shape, dtype=pool.dtype, device=pool.device)
+            for layer_pool, layer_values in zip(pool, values, strict=True):
+                layer_values.copy_(read_rows(layer_pool, rows).view(layer_values.shape))
+            blocks.append(KVBlock(plane.name, LayerRange(0, len(pool)), tokens, heads, to_numpy(values)))
+        return tuple(blocks)
+
+    def write(self, page_table: np.ndarray, block: KVBlock) -> None:
+        """Place a block, already checked, into its slots and into no other."""
+        plane = next(plane for plane in self._group.planes if plane.name == block.plane)
+        pool = self._planes[plane.name]
+        rows = self._rows(page_table, block.tokens, block.heads, plane)
+        values = to_torch(block.values).to(pool.device)
+        for layer_pool, layer_values in zip(pool[block.layers.start : block.layers.stop], values, strict=True):
+            write_rows(layer_pool, rows, layer_values)
+
+    def copy_page(self, source: int, destination: int) -> None:
+        """All layers, planes, heads and slots of a page."""
+        for pool in self._planes.values():
+            pool[:, destination].copy_(pool[:, source])
+
+    def _rows(self, page_table: np.ndarray, tokens: TokenRange, heads: HeadRange, plane: KVPlane) -> torch.Tensor:
+        positions = np.arange(tokens.start, tokens.stop)
+        pages = page_table[positions // self.page_size]
+        head_ids = np.arange(heads.start, heads.stop)
+        rows = slot_rows(pages, positions % self.page_size, head_ids, plane.num_heads, self.page_size)
+        return to_torch(rows).to(self._planes[plane.name].device)
+
+
+def _single_group(spec: KVSpec) -> tuple[KVGroup]:
+    if len(spec.groups) != 1 or [plane.name for plane in spec.groups[0].planes] != ["k", "v"]:
+        raise ValueError(f"KVSpec.groups: given {spec.groups}, allowed one group with planes k and v")
+    return (spec.groups[0],)

@@ -1,0 +1,75 @@
+"""A checkpoint's tensors on the device, in compute dtype, fused and packed. Reads one tensor at a time: beside the model, a load
+holds the parts of one fused weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pddbridge.checkpoint import Checkpoint
+from pddtorch.arrays import to_torch
+from pddtorch.linear import Linear
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """``qkv``: q, k and v stacked on the output axis · ``gate_up``: gate, then up. Norm weights [hidden] are float32."""
+
+    input_norm: torch.Tensor
+    qkv: Linear
+    output: Linear
+    post_attention_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True)
+class ModelWeights:
+    """``embedding`` [vocab, hidden] in compute dtype; a tied head is the same values, packed."""
+
+    embedding: torch.Tensor
+    layers: tuple[LayerWeights, ...]
+    final_norm: torch.Tensor
+    head: Linear
+
+    @property
+    def num_unpacked(self) -> int:
+        """Linears that run on the plain path."""
+        linears = [linear for layer in self.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+        return sum(not linear.packed for linear in (*linears, self.head))
+
+
+def load_weights(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> ModelWeights:
+    """Load everything. Raises CheckpointError as :meth:`Checkpoint.load` does."""
+    spec = checkpoint.spec
+    names = frozenset(checkpoint.names)
+
+    def stacked(tensor_names: list[str]) -> torch.Tensor:
+        parts = [to_torch(checkpoint.load(name)).to(device, dtype) for name in tensor_names]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def linear(prefix: str, *modules: str) -> Linear:
+        biases = [f"{prefix}.{module}.bias" for module in modules]
+        weight = stacked([f"{prefix}.{module}.weight" for module in modules])
+        return Linear(weight, stacked(biases) if biases[0] in names else None)
+
+    def norm(name: str) -> torch.Tensor:
+        return to_torch(checkpoint.load(f"{name}.weight")).to(device, torch.float32)
+
+    layers = tuple(
+        LayerWeights(
+            input_norm=norm(f"{prefix}.input_layernorm"),
+            qkv=linear(prefix, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            output=linear(prefix, "self_attn.o_proj"),
+            post_attention_norm=norm(f"{prefix}.post_attention_layernorm"),
+            gate_up=linear(prefix, "mlp.gate_proj", "mlp.up_proj"),
+            down=linear(prefix, "mlp.down_proj"),
+        )
+        for prefix in (f"model.layers.{layer}" for layer in range(spec.num_layers))
+    )
+    # Cloned, since on the CPU an embedding of the right dtype would still be the reader's memory.
+    embedding = stacked(["model.embed_tokens.weight"]).clone()
+    head = Linear(embedding if spec.tie_embeddings else stacked(["lm_head.weight"]), None)
+    return ModelWeights(embedding, layers, norm("model.norm"), head)
