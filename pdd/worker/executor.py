@@ -1,0 +1,356 @@
+"""What the step thread does, without the thread: takes commands, runs steps, makes events. Owns all requests, the pages and the engine.
+
+Synchronous and deterministic: given the same engine, commands and clock it does the same. :mod:`pdd.worker.step_loop` decides when.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from pdd.errors import Code
+from pdd.worker import messages as m
+from pdd.worker.batch import BatchRow, build_step
+from pdd.worker.kv_memory import KVMemory
+from pdd.worker.preemption import choose_victim
+from pdd.worker.push_feed import PushFeed
+from pdd.worker.request import IngestError, Phase, RequestState
+from pdd.worker.scheduler import RowDemand, StepBudget, plan_step
+from pdd.worker.token_sequence import TokenSequence
+from pddbridge.engine import Engine, StepResult
+from pddbridge.kv_spec import TokenRange
+
+logger = logging.getLogger(__name__)
+
+Emit = Callable[[str, m.Event], None]
+
+
+@dataclass(frozen=True)
+class ExecutorLimits:
+    """``max_waiting``: requests that may wait for pages. ``push_window_bytes``: unacknowledged KV per push target.
+    ``push_piece_bytes``: about how much one read copies.
+    """
+
+    max_waiting: int = 256
+    push_window_bytes: int = 64 * 1024 * 1024
+    push_piece_bytes: int = 4 * 1024 * 1024
+
+
+class Executor:
+    """``emit(request_id, event)`` is called in the order in which things happen."""
+
+    def __init__(self, engine: Engine, emit: Emit, use_prefix_cache: bool = True, limits: ExecutorLimits = ExecutorLimits()) -> None:
+        config = engine.config
+        self._engine = engine
+        self._emit = emit
+        self._limits = limits
+        self._budget = StepBudget(config.max_step_tokens, config.max_rows)
+        self._page_size = config.page_size
+        self._max_context_tokens = min(config.max_context_tokens, engine.spec.max_context_tokens)
+        self._memory = KVMemory(config.num_pages, config.page_size, engine.copy_page, use_prefix_cache)
+        self._requests: dict[str, RequestState] = {}  # in order of arrival
+        self._waiting: deque[RequestState] = deque()  # preempted ones first
+        self._num_opened = 0
+        self._num_steps = 0
+        self._computed_prompt_tokens = 0
+        self._computed_log_tokens = 0
+        self._sampled_tokens = 0
+        self._preemptions = 0
+        self._compilations_at_start = engine.stats().compilations
+
+    def next_deadline(self) -> float | None:
+        """The earliest deadline of a request that is still served; None when there is none."""
+        return min((r.deadline for r in self._requests.values() if r.phase is not Phase.OVER), default=None)
+
+    def has_rows(self) -> bool:
+        """Whether some request has tokens to compute."""
+        return any(r.phase is Phase.ACTIVE and r.num_pending for r in self._requests.values())
+
+    def handle(self, command: m.Command) -> None:
+        """Do what ``command`` says. Commands for requests that are unknown or over are late, and dropped."""
+        match command:
+            case m.OpenRequest():
+                self._open(command)
+            case m.CloseRequest():
+                self._close(command.request_id)
+                m.resolve(command.done, None)
+            case m.PlaceKV():
+                self._place(command)
+            case m.TakeSnapshot():
+                m.resolve(command.reply, self._snapshot())
+            case _:
+                request = self._requests.get(command.request_id)
+                if request is not None and request.phase is not Phase.OVER:
+                    self._handle_for(request, command)
+
+    def expire(self, now: float) -> None:
+        """Fail the requests whose deadline has passed."""
+        for request in list(self._requests.values()):
+            if request.phase is not Phase.OVER and request.deadline <= now:
+                self._fail(request, Code.DEADLINE_EXCEEDED, "the request's time on this worker is over")
+
+    def admit_waiting(self) -> None:
+        """Give pages to waiting requests in their order, as long as there are enough."""
+        while self._waiting:
+            request = self._waiting[0]
+            # While others run, a page each is left for their growth: admitting to the last page would only preempt again.
+            headroom = sum(1 for r in self._requests.values() if r.phase is Phase.ACTIVE)
+            try:
+                admitted = self._memory.admit(request, headroom)
+            except Exception as error:  # the engine's page copy
+                logger.exception("request %s: page copy failed", request.request_id)
+                self._fail(request, Code.INTERNAL, f"page copy failed: {error}")
+                continue
+            if not admitted:
+                return
+            self._waiting.popleft()
+            self._admitted(request)
+
+    def run_step(self) -> bool:
+        """Plan and run one step. False when no row could run."""
+        demands = [
+            RowDemand(r.request_id, r.order, r.num_pending, r.decode, r.last_step)
+            for r in self._requests.values()
+            if r.phase is Phase.ACTIVE and r.num_pending
+        ]
+        if not demands:
+            return False
+        rows: list[BatchRow] = []
+        for planned in plan_step(demands, self._budget).rows:
+            request = self._requests[planned.request_id]
+            if request.phase is Phase.ACTIVE and self._grow(request, request.kv_len + planned.num_tokens):
+                rows.append(BatchRow(request, planned.num_tokens, planned.samples))
+        rows = [row for row in rows if row.request.phase is Phase.ACTIVE]  # a later row's growth may have preempted an earlier one
+        if not rows:
+            return False
+        self._num_steps += 1
+        try:
+            result = self._engine.step(build_step(rows, self._page_size))
+        except Exception as error:
+            logger.exception("step %d failed", self._num_steps)
+            for row in rows:
+                self._fail(row.request, Code.INTERNAL, f"engine step failed: {error}")
+            return True
+        self._apply(rows, result)
+        return True
+
+    def check(self) -> None:
+        """Raises LedgerError when the pages do not add up."""
+        self._memory.check()
+
+    # Commands.
+
+    def _open(self, command: m.OpenRequest) -> None:
+        num_tokens = len(command.prompt_ids) + len(command.log_ids)
+        assert command.request_id not in self._requests, f"request {command.request_id!r} opened twice"
+        if not self._memory.can_ever_hold(num_tokens):
+            self._emit(command.request_id, m.Refused(Code.RESOURCE_EXHAUSTED, f"{num_tokens} tokens never fit this worker's pages"))
+            return
+        self.admit_waiting()
+        if len(self._waiting) >= self._limits.max_waiting:
+            self._emit(command.request_id, m.Refused(Code.RESOURCE_EXHAUSTED, f"{len(self._waiting)} requests wait for pages already"))
+            return
+        self._num_opened += 1
+        request = RequestState(
+            request_id=command.request_id,
+            tenant=command.tenant,
+            prompt_len=len(command.prompt_ids),
+            tokens=TokenSequence((*command.prompt_ids, *command.log_ids)),
+            params=command.params,
+            from_transfer=command.transfer,
+            decode=command.decode,
+            propose_limit=command.max_propose_tokens,
+            max_context_tokens=self._max_context_tokens,
+            order=self._num_opened,
+            deadline=command.deadline,
+            push=self._push_feed(command),
+        )
+        self._requests[request.request_id] = request
+        self._waiting.append(request)
+        self.admit_waiting()
+
+    def _push_feed(self, command: m.OpenRequest) -> PushFeed | None:
+        if not command.push_to:
+            return None
+        targets = [(push.target, push.first_token) for push in command.push_to]
+        limits = self._limits
+        per_token = self._engine.kv_spec.bytes_per_token
+        return PushFeed(targets, len(command.prompt_ids) - 1, per_token, limits.push_window_bytes, limits.push_piece_bytes)
+
+    def _handle_for(self, request: RequestState, command: m.Command) -> None:
+        match command:
+            case m.IngestTokens():
+                try:
+                    request.ingest(command.position, command.token_ids, command.decode, self._engine.spec.vocab_size)
+                except IngestError as error:
+                    self._fail(request, Code.INVALID_ARGUMENT, str(error))
+                    return
+                self._progress(request)
+            case m.SealRequest():
+                request.decode = False
+                self._emit(request.request_id, m.Sealed(request.log_len))
+            case m.FailRequest():
+                self._fail(request, command.code, command.message)
+            case m.TransferComplete():
+                self._transfer_complete(request, command.num_bytes)
+            case m.PushAcknowledged():
+                if request.push is not None:
+                    request.push.acknowledge(command.target, command.num_bytes)
+                    self._read_for_push(request)
+            case m.PushEnded():
+                if request.push is not None:
+                    request.push.end(command.target)
+
+    def _close(self, request_id: str) -> None:
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return
+        if request in self._waiting:
+            self._waiting.remove(request)
+        self._memory.release(request)
+
+    def _place(self, command: m.PlaceKV) -> None:
+        if not command.done.set_running_or_notify_cancel():
+            return
+        request = self._requests.get(command.request_id)
+        if request is None or request.phase is not Phase.RECEIVING:
+            command.done.set_exception(LookupError(f"request {command.request_id!r} awaits no KV"))
+            return
+        try:
+            self._engine.write_kv(np.array(request.pages, dtype=np.int32), command.block)
+        except Exception as error:
+            logger.exception("request %s: write_kv failed", command.request_id)
+            command.done.set_exception(error)
+            self._fail(request, Code.INTERNAL, f"placing received KV failed: {error}")
+            return
+        command.done.set_result(None)
+
+    def _transfer_complete(self, request: RequestState, num_bytes: int) -> None:
+        assert request.phase is Phase.RECEIVING, f"request {request.request_id!r} is {request.phase}, its transfer completed"
+        received = request.prompt_kv_len - request.kv_len
+        request.kv_len = request.prompt_kv_len
+        request.phase = Phase.ACTIVE
+        self._prompt_is_here(request, m.KvComplete(received, num_bytes))
+        self._progress(request)
+
+    # Progress of one request.
+
+    def _admitted(self, request: RequestState) -> None:
+        if request.was_admitted:  # back after a preemption: computed from its tokens, whatever its source was
+            request.phase = Phase.ACTIVE
+            self._progress(request)
+            return
+        request.was_admitted = True
+        request.hit_tokens = min(request.kv_len, request.prompt_kv_len)
+        missing = TokenRange(request.kv_len, request.prompt_kv_len) if request.kv_len < request.prompt_kv_len else None
+        if not request.from_transfer:
+            missing = None
+        request.phase = Phase.ACTIVE if missing is None else Phase.RECEIVING
+        self._emit(request.request_id, m.Reserved(request.hit_tokens, missing))
+        if request.from_transfer and missing is None:
+            self._prompt_is_here(request, m.KvComplete(0, 0))
+        self._progress(request)
+
+    def _progress(self, request: RequestState) -> None:
+        """Report and decide what follows from the KV, the log or the wish to propose having changed."""
+        self._report(request)
+        self._settle(request)
+
+    def _report(self, request: RequestState) -> None:
+        if request.phase is not Phase.ACTIVE:
+            return
+        if not request.prompt_reported and request.kv_len >= request.prompt_kv_len:
+            self._prompt_is_here(request, m.Prefilled(request.computed_prompt_tokens))
+        for length in request.answered_ingests():
+            self._emit(request.request_id, m.Ingested(length))
+        self._read_for_push(request)
+
+    def _settle(self, request: RequestState) -> None:
+        if request.phase is not Phase.OVER and request.settle():
+            self._emit(request.request_id, m.Sealed(request.log_len))
+
+    def _prompt_is_here(self, request: RequestState, event: m.Prefilled | m.KvComplete) -> None:
+        request.prompt_reported = True
+        self._memory.publish(request)  # at once, so that requests that come now find it
+        self._emit(request.request_id, event)
+
+    def _apply(self, rows: list[BatchRow], result: StepResult) -> None:
+        records = iter(result.records)
+        for row in rows:
+            request, before = row.request, row.request.kv_len
+            request.kv_len += row.num_tokens
+            request.last_step = self._num_steps
+            prompt_tokens = max(0, min(request.kv_len, request.prompt_kv_len) - before)
+            request.computed_prompt_tokens += prompt_tokens
+            self._computed_prompt_tokens += prompt_tokens
+            self._computed_log_tokens += row.num_tokens - prompt_tokens
+            record = next(records) if row.samples else None
+            self._report(request)  # what the step computed comes before the token it sampled: Prefilled or Ingested, then Tokens
+            if record is not None and request.phase is Phase.ACTIVE:
+                request.tokens.append(record.token_id)
+                self._sampled_tokens += 1
+                self._emit(request.request_id, m.Tokens(request.log_len - 1, (record,)))
+                self._settle(request)
+
+    def _read_for_push(self, request: RequestState) -> None:
+        """Copy to the host what receivers have room for. Prefix hits are pushed like computed positions."""
+        if request.push is None or request.phase is not Phase.ACTIVE:
+            return
+        page_table = np.array(request.pages, dtype=np.int32)
+        while (read := request.push.next_read(request.kv_len)) is not None:
+            try:
+                blocks = self._engine.read_kv(page_table, read.tokens)
+            except Exception as error:
+                logger.exception("request %s: read_kv failed", request.request_id)
+                self._fail(request, Code.INTERNAL, f"reading KV failed: {error}")
+                return
+            self._emit(request.request_id, m.KVRead(read.tokens, blocks, read.targets))
+
+    def _fail(self, request: RequestState, code: Code, message: str) -> None:
+        """End ``request``. Its pages stay until it is closed: a transfer may still write them."""
+        if request in self._waiting:
+            self._waiting.remove(request)
+        request.phase = Phase.OVER
+        self._emit(request.request_id, m.Failed(code, message))
+
+    # Pages.
+
+    def _grow(self, request: RequestState, num_tokens: int) -> bool:
+        """Pages for ``num_tokens``, at the cost of a younger request if need be. False: not in this step."""
+        while not self._memory.grow(request, num_tokens):
+            victim = choose_victim(request, self._requests.values())
+            if victim is None:
+                if not any(r.pages for r in self._requests.values() if r is not request):
+                    self._fail(request, Code.RESOURCE_EXHAUSTED, f"{num_tokens} tokens never fit this worker's pages")
+                return False  # the others' transfers will end: until then this request stands still
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, request: RequestState) -> None:
+        """Take the pages away; the request comes back first and recomputes from its tokens what the prefix cache has lost by then."""
+        logger.warning("request %s: preempted at %d tokens of KV", request.request_id, request.kv_len)
+        self._preemptions += 1
+        self._memory.release(request)
+        request.kv_len = 0
+        request.phase = Phase.WAITING
+        self._waiting.appendleft(request)
+
+    def _snapshot(self) -> m.Snapshot:
+        stats = self._engine.stats()
+        return m.Snapshot(
+            pages=self._memory.counts(),
+            num_requests=len(self._requests),
+            computed_prompt_tokens=self._computed_prompt_tokens,
+            computed_log_tokens=self._computed_log_tokens,
+            sampled_tokens=self._sampled_tokens,
+            steps=self._num_steps,
+            preemptions=self._preemptions,
+            compilations_after_ready=stats.compilations - self._compilations_at_start,
+            engine_fallbacks=dict(stats.fallbacks),
+        )

@@ -1,0 +1,160 @@
+"""A tiny deterministic engine for worker tests: no network weights, but real pages. Every token it samples depends on all KV it reads.
+
+KV of a position is a fixed function of its token and position; a sampled token is a checksum over what the pages hold for positions
+``[0, n)``. So a misplaced, stale or missing page changes the token, and a slot that nobody wrote (NaN) raises.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from pddbridge.engine import EngineConfig, EngineStats, KVBlock, Step, StepResult
+from pddbridge.kv_layout import KVLayout, token_major
+from pddbridge.kv_spec import HeadRange, KVSpec, LayerRange, TokenRange
+from pddbridge.model_spec import ModelSpec
+from pddbridge.sampling_params import TokenRecord
+
+NUM_LAYERS, NUM_HEADS, HEAD_DIM, VOCAB = 2, 3, 4, 300
+KV_SPEC = KVSpec.gqa(NUM_LAYERS, NUM_HEADS, HEAD_DIM, "float32")
+
+
+def kv_of(plane: str, position: int, token_id: int) -> np.ndarray:
+    """[layers, heads, dim] f32: small integers, so sums are exact."""
+    layer, head, dim = np.ogrid[:NUM_LAYERS, :NUM_HEADS, :HEAD_DIM]
+    salt = 3 if plane == "k" else 7
+    return ((position * 31 + token_id * salt + layer * 5 + head * 11 + dim * 13) % 97).astype(np.float32)
+
+
+def expected_token(tokens: Sequence[int], position: int) -> int:
+    """What the engine samples at log ``position`` after ``tokens`` (prompt and log so far)."""
+    total = position * 17
+    for at, token_id in enumerate(tokens):
+        total += (at + 1) * int(kv_of("k", at, token_id).sum() + 2 * kv_of("v", at, token_id).sum())
+    return total % VOCAB
+
+
+def expected_log(prompt: Sequence[int], length: int) -> list[int]:
+    """The single-engine run: ``length`` tokens after ``prompt``."""
+    log: list[int] = []
+    while len(log) < length:
+        log.append(expected_token([*prompt, *log], len(log)))
+    return log
+
+
+class FakeEngine:
+    """``before_step`` is called in the step thread before each step; it may block or raise."""
+
+    def __init__(
+        self,
+        *,
+        page_size: int = 8,
+        num_pages: int = 16,
+        max_context: int = 100,
+        max_step_tokens: int = 16,
+        max_rows: int = 4,
+        before_step: Callable[[Step], None] | None = None,
+        weights: str = "weights",
+    ) -> None:
+        self._config = EngineConfig("cpu", "float32", "float32", page_size, num_pages, max_context, max_step_tokens, max_rows, 1, None)
+        self._pages = {p: np.full((num_pages, page_size, NUM_LAYERS, NUM_HEADS, HEAD_DIM), np.nan, np.float32) for p in ("k", "v")}
+        self._before_step = before_step
+        self._weights = weights
+        self._thread: int | None = None
+        self.steps: list[Step] = []
+        self.reads: list[TokenRange] = []
+        self.copies: list[tuple[int, int]] = []
+
+    name = "fake"
+    kv_spec = KV_SPEC
+
+    @property
+    def spec(self) -> ModelSpec:
+        sizes = {"num_layers": NUM_LAYERS, "num_heads": NUM_HEADS, "num_kv_heads": NUM_HEADS, "head_dim": HEAD_DIM, "vocab_size": VOCAB}
+        flags = {"tie_embeddings": True, "attention_bias": False, "mlp_bias": False, "bos_token_id": None, "eos_token_ids": (2,)}
+        rest = {"hidden_size": 12, "intermediate_size": 12, "max_context_tokens": 4096, "rms_norm_eps": 1e-5, "rope_theta": 1e4}
+        return ModelSpec(architecture="fake", **sizes, **flags, **rest)  # type: ignore[arg-type]
+
+    @property
+    def layout(self) -> KVLayout:
+        return token_major(self._config.page_size, "float32")
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._config
+
+    @property
+    def weights_digest(self) -> str:
+        return self._weights
+
+    def warm_up(self, progress: Callable[[int, int, str], None]) -> None:
+        self._thread = threading.get_ident()
+        progress(1, 1, "nothing to compile")
+
+    def step(self, step: Step) -> StepResult:
+        self._check_thread()
+        assert len(step.token_ids) <= self._config.max_step_tokens
+        assert len(step.context_lens) <= self._config.max_rows
+        if self._before_step is not None:
+            self._before_step(step)
+        self.steps.append(step)
+        samples = {sample.row: sample for sample in step.samples}
+        records: list[TokenRecord] = []
+        for row, context_len in enumerate(step.context_lens.tolist()):
+            table = step.page_tables[row]
+            new = step.token_ids[step.row_starts[row] : step.row_starts[row + 1]].tolist()
+            for offset, token_id in enumerate(new):
+                self._slot("k", table, context_len + offset)[...] = kv_of("k", context_len + offset, token_id)
+                self._slot("v", table, context_len + offset)[...] = kv_of("v", context_len + offset, token_id)
+            if row in samples:
+                records.append(TokenRecord(self._sample(table, context_len + len(new), samples[row].position)))
+        return StepResult(tuple(records))
+
+    def logits(self, step: Step) -> np.ndarray:
+        result = self.step(step)
+        return np.stack([np.eye(VOCAB, dtype=np.float32)[record.token_id] for record in result.records])
+
+    def read_kv(self, page_table: np.ndarray, tokens: TokenRange) -> tuple[KVBlock, ...]:
+        self._check_thread()
+        self.reads.append(tokens)
+        layers, heads = LayerRange(0, NUM_LAYERS), HeadRange(0, NUM_HEADS)
+        blocks = []
+        for plane in ("k", "v"):
+            values = np.stack([self._slot(plane, page_table, at) for at in range(tokens.start, tokens.stop)], axis=1)
+            if np.isnan(values).any():
+                raise RuntimeError(f"read_kv: unwritten slots in {tokens}")
+            blocks.append(KVBlock(plane, layers, tokens, heads, np.ascontiguousarray(values)))
+        return tuple(blocks)
+
+    def write_kv(self, page_table: np.ndarray, block: KVBlock) -> None:
+        self._check_thread()
+        for offset, at in enumerate(range(block.tokens.start, block.tokens.stop)):
+            slot = self._slot(block.plane, page_table, at)
+            slot[block.layers.start : block.layers.stop, block.heads.start : block.heads.stop] = block.values[:, offset]
+
+    def copy_page(self, source: int, destination: int) -> None:
+        self._check_thread()
+        self.copies.append((source, destination))
+        for pages in self._pages.values():
+            pages[destination] = pages[source]
+
+    def stats(self) -> EngineStats:
+        self._check_thread()
+        return EngineStats(0, len(self.steps), {})
+
+    def _sample(self, table: np.ndarray, length: int, position: int) -> int:
+        total = position * 17.0
+        for at in range(length):
+            total += (at + 1) * float(self._slot("k", table, at).sum() + 2 * self._slot("v", table, at).sum())
+        if np.isnan(total):
+            raise RuntimeError(f"step: read a slot that nobody wrote among {length} positions of pages {table.tolist()}")
+        return int(total) % VOCAB
+
+    def _slot(self, plane: str, table: np.ndarray, position: int) -> np.ndarray:
+        size = self._config.page_size
+        return self._pages[plane][int(table[position // size]), position % size]
+
+    def _check_thread(self) -> None:
+        assert self._thread in (None, threading.get_ident()), "the engine was called from another thread than its own"
