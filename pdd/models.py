@@ -31,7 +31,7 @@ def resolve(name_or_dir: str | Path, cache_dir: Path) -> Path:
     Raises ValueError, one line: unknown name, a name that was not pulled yet, a path that is no directory.
     """
     name = str(name_or_dir)
-    if Path(name).is_dir():
+    if name and Path(name).is_dir():
         return Path(name).absolute()
     target = _target(name, cache_dir)
     if not target.is_dir():
@@ -46,7 +46,7 @@ def pull(name_or_dir: str | Path, cache_dir: Path, console: Console | None = Non
     Raises ValueError, one line: unknown name, download failed, wrong digest, a model that cannot be served.
     """
     name = str(name_or_dir)
-    if Path(name).is_dir():
+    if name and Path(name).is_dir():
         open_checkpoint(name)
         return Path(name).absolute()
     target = _target(name, cache_dir)

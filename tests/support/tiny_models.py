@@ -7,7 +7,9 @@ Weights are scaled so that greedy output varies and logits are not near-tied.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 import gguf
@@ -148,8 +150,13 @@ def write_sharded(path: Path, tensors: dict[str, np.ndarray], num_shards: int) -
     _write_json(path / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def write_gguf(file: Path, config: dict[str, object], tensors: dict[str, np.ndarray]) -> None:
-    """F32 GGUF as llama.cpp's converter writes it for ``llama``: q and k rows permuted from half-split to interleaved RoPE order."""
+def write_gguf(
+    file: Path, config: dict[str, object], tensors: dict[str, np.ndarray], stored_as_is: Mapping[str, np.ndarray] = MappingProxyType({})
+) -> None:
+    """F32 GGUF as llama.cpp's converter writes it for ``llama``: q and k rows permuted from half-split to interleaved RoPE order.
+
+    ``tensors`` have Hugging Face names; those of ``stored_as_is`` have GGUF names already.
+    """
     num_heads, num_kv_heads = _int(config, "num_attention_heads"), _int(config, "num_key_value_heads")
     head_dim, num_layers = _int(config, "head_dim"), _int(config, "num_hidden_layers")
     writer = gguf.GGUFWriter(file, "llama")
@@ -174,6 +181,8 @@ def write_gguf(file: Path, config: dict[str, object], tensors: dict[str, np.ndar
         elif ".k_proj." in name:
             stored = permute(values, num_kv_heads)
         writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), np.ascontiguousarray(stored))
+    for name, values in stored_as_is.items():
+        writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
