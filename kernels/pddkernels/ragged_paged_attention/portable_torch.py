@@ -49,7 +49,6 @@ class ChunkRow:
 
     start: int
     stop: int
-    kv_len: int
     page_heads: torch.Tensor
     masks: tuple[torch.Tensor, ...]
 
@@ -85,11 +84,10 @@ def plan_attention(
     )
     chunks = []
     for row in np.flatnonzero(news > 1):
-        kv_len = int(kv_lens[row])
-        pages = page_tables[row : row + 1, : -(-kv_len // page_size)]
+        pages = page_tables[row : row + 1, : -(-int(kv_lens[row]) // page_size)]
         masks = tuple(_causal_mask(begin, end, int(context_lens[row]), mask_dtype, device) for begin, end in _blocks(int(news[row])))
         index = _to_device(_page_heads(pages, num_kv_heads), device)
-        chunks.append(ChunkRow(int(row_starts[row]), int(row_starts[row + 1]), kv_len, index, masks))
+        chunks.append(ChunkRow(int(row_starts[row]), int(row_starts[row + 1]), index, masks))
     return AttentionPlan(groups, tuple(chunks))
 
 
@@ -147,15 +145,14 @@ def _attend_chunk(
     group = queries.shape[1] // num_kv_heads
 
     def spread(pages: torch.Tensor) -> torch.Tensor:
-        """[kv_heads, group, kv_len, dim]: a view per query head. Cut to kv_len, so slots past it are never read."""
-        gathered = gather_pages(pages, chunk.page_heads).view(num_kv_heads, 1, -1, dim)[:, :, : chunk.kv_len]
-        return gathered.to(dtype).expand(-1, group, -1, -1)
+        """[kv_heads, group, P * page_size, dim]: a view per query head."""
+        return gather_pages(pages, chunk.page_heads).view(num_kv_heads, 1, -1, dim).to(dtype).expand(-1, group, -1, -1)
 
     k, v = spread(k_pages), spread(v_pages)
     for (begin, end), mask in zip(_blocks(chunk.stop - chunk.start), chunk.masks, strict=True):
         block = slice(chunk.start + begin, chunk.start + end)
         q = queries[block].to(dtype).view(end - begin, num_kv_heads, group, dim).permute(1, 2, 0, 3)
-        num_keys = mask.shape[1]
+        num_keys = mask.shape[1]  # cuts off what lies past the row's KV
         attended = F.scaled_dot_product_attention(q, k[:, :, :num_keys], v[:, :, :num_keys], attn_mask=mask, scale=scale)
         out[block].view(end - begin, num_kv_heads, group, dim).copy_(attended.permute(2, 0, 1, 3))
 
