@@ -47,8 +47,11 @@ def read_gguf_tokenizer(file: Path) -> GgufTokenizer:
         raise ValueError(f"tokenizer {file}: tokenizer.ggml.model: given {kind!r}, allowed {sorted(builders)}")
     try:
         tokens = _strings(values, "ggml.tokens")
+        types = _ints(values, "ggml.token_type")
+        if len(types) != len(tokens):
+            raise ValueError(f"tokenizer.ggml.token_type: {len(types)} given for {len(tokens)} tokens")
         tokenizer = builders[kind](values, tokens)
-        _add_marked_tokens(tokenizer, tokens, _ints(values, "ggml.token_type"))
+        _add_marked_tokens(tokenizer, tokens, types)
         special = _special_tokens(values, tokens)
         _add_bos_eos(tokenizer, values, special)
     except ValueError as error:
@@ -107,8 +110,6 @@ def _sentence_piece(values: Mapping[str, object], tokens: Sequence[str]) -> Toke
 
 
 def _add_marked_tokens(tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> None:
-    if len(types) != len(tokens):
-        raise ValueError(f"tokenizer.ggml.token_type: {len(types)} given for {len(tokens)} tokens")
     marked = [(token, kind) for token, kind in zip(tokens, types, strict=True) if kind in (_CONTROL, _UNKNOWN, _USER_DEFINED)]
     special = [AddedToken(token, special=True, normalized=False) for token, kind in marked if kind != _USER_DEFINED]
     tokenizer.add_special_tokens(special)
