@@ -35,8 +35,8 @@ def bind_http(host: str, port: int) -> socket.socket:
     return bound
 
 
-def make_http_server(app: ASGIApp) -> HttpServer:
-    """Serve with ``await server.serve(sockets=[bound])``; ``server.should_exit = True`` ends it."""
+def make_http_server(app: ASGIApp, grace_s: int = GRACE_S) -> HttpServer:
+    """Serve with ``await server.serve(sockets=[bound])``; ``server.should_exit = True`` ends it, ``grace_s`` later at the latest."""
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -44,7 +44,7 @@ def make_http_server(app: ASGIApp) -> HttpServer:
         lifespan="off",
         ws="none",
         server_header=False,
-        timeout_graceful_shutdown=GRACE_S,
+        timeout_graceful_shutdown=grace_s,
         timeout_keep_alive=75,
     )
     return HttpServer(config)

@@ -83,7 +83,7 @@ async def _start(config: LaunchConfig, topology: Topology, cache_dir: Path, stac
     stack.push_async_callback(pool.close)
     metrics = Metrics()
     coordinator = Coordinator(config, pool, text, metrics)
-    return Front(coordinator, pool.unhealthy, text, config.serving), metrics
+    return Front(coordinator, coordinator.unhealthy_workers, text, config.serving), metrics
 
 
 async def _serve_doors(

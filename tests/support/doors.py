@@ -16,7 +16,7 @@ import openai
 from pdd.config import ServingConfig
 from pdd.serving.front import Front
 from pdd.serving.grpc_door import follow_health, make_door_server, start_grpc
-from pdd.serving.http_server import bind_http, make_http_server
+from pdd.serving.http_server import HttpServer, bind_http, make_http_server
 from pdd.serving.metrics import Metrics
 from pdd.serving.openai.app import create_app
 from pddbridge.rpc.channel import bind, open_channel
@@ -34,6 +34,7 @@ class Doors:
     openai: openai.AsyncOpenAI
     channel: grpc.aio.Channel
     http_port: int
+    http_server: HttpServer
     unhealthy: list[str] = field(default_factory=list)
 
     async def post(self, path: str, body: object, **headers: str) -> httpx.Response:
@@ -63,12 +64,12 @@ class Doors:
 
 
 @contextlib.asynccontextmanager
-async def open_doors(coordinator: ScriptedCoordinator, serving: ServingConfig = SERVING) -> AsyncGenerator[Doors, None]:
+async def open_doors(coordinator: ScriptedCoordinator, serving: ServingConfig = SERVING, grace_s: int = 3) -> AsyncGenerator[Doors, None]:
     unhealthy: list[str] = []
     front = Front(coordinator, lambda: unhealthy, coordinator.text, serving)
     bound = bind_http("127.0.0.1", 0)
     http_port = bound.getsockname()[1]
-    http_server = make_http_server(create_app(front, Metrics().registry))
+    http_server = make_http_server(create_app(front, Metrics().registry), grace_s)
     serving_http = asyncio.create_task(http_server.serve(sockets=[bound]))
     grpc_server = make_door_server(serving.max_body_bytes)
     grpc_port = bind(grpc_server, "127.0.0.1", 0)
@@ -82,7 +83,7 @@ async def open_doors(coordinator: ScriptedCoordinator, serving: ServingConfig = 
             openai.AsyncOpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0, http_client=_bare_client(base)) as client,
             open_channel("127.0.0.1", grpc_port) as channel,
         ):
-            yield Doors(coordinator, http, client, channel, http_port, unhealthy)
+            yield Doors(coordinator, http, client, channel, http_port, http_server, unhealthy)
     finally:
         http_server.should_exit = True
         watching.cancel()

@@ -97,7 +97,7 @@ class ScriptedCoordinator:
                     text_offset=offset,
                     origin="relay" if position < script.relay_tokens else "main",
                     finish_reason=script.finish_reason if last and not script.silent_end else None,
-                    timeline=dataclasses.replace(TIMELINE, main_tokens=len(tokens) - 2) if last and not script.silent_end else None,
+                    timeline=dataclasses.replace(TIMELINE, main_tokens=max(0, len(tokens) - 2)) if last and not script.silent_end else None,
                 )
                 offset += len(released)
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -16,21 +17,22 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pdd.errors import PddError
+from pdd.errors import Code, PddError
 from pdd.serving.admission_check import admit, check_model
 from pdd.serving.front import Front
 from pdd.serving.openai.answer import stream_answer, whole_answer
 from pdd.serving.openai.body import read_body
 from pdd.serving.openai.chat import ChatShape
 from pdd.serving.openai.completions import CompletionShape
-from pdd.serving.openai.errors import on_http_exception, on_pdd_error, on_unexpected
+from pdd.serving.openai.errors import error_body, error_response, on_http_exception, on_pdd_error, on_unexpected
 from pdd.serving.openai.params import Call, chat_call, completion_call
 from pdd.serving.openai.schemas import read_chat, read_completion
 from pdd.serving.openai.shape import Shape
-from pdd.serving.openai.sse import ClientGoneError, EventStream, while_connected
+from pdd.serving.openai.sse import ClientGoneError, EventStream, event, while_connected
 
 BODY_LIMIT_S = 60.0
 MAX_ECHOED_CHARACTERS = 256
+SHUTTING_DOWN = PddError(Code.UNAVAILABLE, "the service is shutting down")
 CLIENT_CLOSED = 499  # nginx's; only ever seen in logs
 
 
@@ -78,7 +80,10 @@ class OpenAIDoor:
             first = await while_connected(request.receive, anext(events))
         except (ClientGoneError, ClientDisconnect):
             return Response(status_code=CLIENT_CLOSED)
-        return EventStream(first, events, front.serving.request_timeout_s)
+        except asyncio.CancelledError:
+            # Only the server cancels a handler, when it shuts down; its client still gets an answer.
+            return error_response(SHUTTING_DOWN)
+        return EventStream(first, events, front.serving.request_timeout_s, farewell=event(error_body(SHUTTING_DOWN)))
 
     def _model(self) -> dict[str, object]:
         limits = self._front.generator.limits

@@ -47,22 +47,28 @@ async def while_connected(receive: Receive, work: Coroutine[object, object, T]) 
 
 class EventStream:
     """An ASGI response: ``first``, then what ``rest`` yields. ``rest`` is closed when the client leaves, at once and not at its next
-    event, and when the client takes longer than ``stall_s`` to read one event."""
+    event, and when the client takes longer than ``stall_s`` to read one event. At a shutdown ``farewell`` is the last event."""
 
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None], stall_s: float) -> None:
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None], stall_s: float, farewell: bytes) -> None:
         self._first = first
         self._rest = rest
         self._stall_s = stall_s
+        self._farewell = farewell
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._rest):
+            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
             try:
                 await while_connected(receive, self._send_all(send))
             except (ClientGoneError, TimeoutError):
                 return
+            except asyncio.CancelledError:
+                # uvicorn cancels what still runs after its grace; the client must not take that for the end of the answer.
+                await self._send_event(send, self._farewell)
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+                raise
 
     async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         await self._send_event(send, self._first)
         async for data in self._rest:
             await self._send_event(send, data)

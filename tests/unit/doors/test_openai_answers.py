@@ -11,6 +11,8 @@ from pdd.serving.text.model import TextModel
 from tests.support.doors import Doors, open_doors
 from tests.support.scripted_coordinator import TIMELINE, Script, ScriptedCoordinator, byte_id, expected_tokens, letter_id
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
