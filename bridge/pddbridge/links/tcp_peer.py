@@ -201,6 +201,8 @@ class _Connection:
             transfer, frame = taken
             self._in_flight[(transfer.transfer_id, frame.header.sequence)] = transfer
             await tcp_io.send(self._sock, encode_frame_header(frame.header), payload_view(frame.block.values))
+            # A send that the kernel takes at once does not yield; without this one connection would take every frame and hold up the loop.
+            await asyncio.sleep(0)
 
     async def _read(self) -> None:
         data = bytearray(REPLY_BYTES)

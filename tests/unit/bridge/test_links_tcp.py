@@ -1,0 +1,648 @@
+"""The TCP link on real sockets: exact through cuts, flips and lost replies; refused, fenced, stalled and idle as the design says."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+
+from pddbridge.engine import KVBlock
+from pddbridge.kv_convert import KVPool, read_blocks, write_block
+from pddbridge.kv_handshake import hello
+from pddbridge.kv_layout import head_major, interleaved_heads
+from pddbridge.kv_spec import HeadRange, KVSpec, LayerRange, TokenRange
+from pddbridge.kv_wire import MAX_PAYLOAD_BYTES, FrameHeader, encode_frame_header, frame_of, payload_view
+from pddbridge.links import tcp_io
+from pddbridge.links.tcp import Handshake, KVSender, KVServer, OutgoingTransfer, SenderSettings, TransferFailed, TransferReport
+from tests.support.cutting_proxy import CuttingProxy, Fault
+from tests.support.kv import bits, blocks_of, canary_pool, fill_slowly, random_planes, same_pools
+
+SPEC = KVSpec.gqa(4, 3, 8, "bfloat16")
+SENDER = Handshake(1, "f1", SPEC, 11, "prefill-1")
+RECEIVER = replace(SENDER, epoch=22, name="main-1")
+FAST = SenderSettings(num_connections=2, stall_timeout_s=20.0, backoff_s=0.01)
+ONE = replace(FAST, num_connections=1)
+NUM_TOKENS = 100
+
+
+@dataclass
+class Target:
+    """A receiving process: server, pool, what it was told."""
+
+    server: KVServer
+    port: int
+    pool: KVPool
+    table: np.ndarray
+    completed: dict[int, TransferReport] = field(default_factory=dict)
+    failed: dict[int, TransferFailed] = field(default_factory=dict)
+    may_place: asyncio.Event = field(default_factory=asyncio.Event)
+    num_placing: int = 0
+    num_placed: int = 0
+    place_error: Exception | None = None
+    placed_ids: list[int] = field(default_factory=list)
+
+    async def place(self, transfer_id: int, block: KVBlock) -> None:
+        self.num_placing += 1
+        try:
+            await self.may_place.wait()
+            if self.place_error is not None:
+                raise self.place_error
+            write_block(self.pool, self.table, block)
+            self.num_placed += 1
+            self.placed_ids.append(transfer_id)
+        finally:
+            self.num_placing -= 1
+
+
+@asynccontextmanager
+async def receiving(handshake: Handshake = RECEIVER, **options: float) -> AsyncIterator[Target]:
+    pool = canary_pool(head_major(12, SPEC.dtype), SPEC, 12)
+    target: Target
+
+    async def place(transfer_id: int, block: KVBlock) -> None:
+        await target.place(transfer_id, block)
+
+    server = KVServer(
+        handshake,
+        place,
+        lambda transfer_id, report: target.completed.update({transfer_id: report}),
+        lambda transfer_id, failure: target.failed.update({transfer_id: failure}),
+        **options,  # type: ignore[arg-type]
+    )
+    target = Target(server, await server.start("127.0.0.1", 0), pool, np.random.default_rng(1).permutation(12))
+    target.may_place.set()
+    try:
+        yield target
+    finally:
+        target.may_place.set()
+        await server.close()
+
+
+@asynccontextmanager
+async def sending(settings: SenderSettings = FAST, handshake: Handshake = SENDER) -> AsyncIterator[KVSender]:
+    sender = KVSender(handshake, settings)
+    try:
+        yield sender
+    finally:
+        await sender.close()
+
+
+@asynccontextmanager
+async def between(target: Target, *faults: Fault) -> AsyncIterator[tuple[CuttingProxy, int]]:
+    proxy = CuttingProxy(target.port, list(faults))
+    port = await proxy.start()
+    try:
+        yield proxy, port
+    finally:
+        await proxy.close()
+
+
+async def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Wait until ``condition`` holds."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+PLANES = random_planes(SPEC, NUM_TOKENS, seed=3)
+TOKENS = TokenRange(5, NUM_TOKENS)
+
+
+def push_in_chunks(transfer: OutgoingTransfer, tokens: TokenRange = TOKENS, chunk: int = 16) -> None:
+    for start in range(tokens.start, tokens.stop, chunk):
+        for block in blocks_of(SPEC, PLANES, TokenRange(start, min(start + chunk, tokens.stop))):
+            transfer.push(block)
+
+
+def assert_exact(target: Target, tokens: TokenRange = TOKENS) -> None:
+    """``tokens`` are there bit by bit and nothing else was touched."""
+    expected = canary_pool(target.pool.layout, SPEC, target.pool.num_pages)
+    fill_slowly(expected, target.table, PLANES, LayerRange(0, 4), tokens, HeadRange(0, 3))
+    assert same_pools(target.pool, expected)
+
+
+async def test_a_transfer_is_exact_and_both_sides_report_it() -> None:
+    async with receiving() as target, sending() as sender:
+        source, table = KVPool.zeros(interleaved_heads(16, SPEC.dtype), SPEC, 8), np.array([7, 0, 3, 1, 6, 2, 5])
+        fill_slowly(source, table, PLANES, LayerRange(0, 4), TokenRange(0, NUM_TOKENS), HeadRange(0, 3))
+        target.server.expect(1, TOKENS)
+        transfer = sender.open("127.0.0.1", target.port, 22, 1, TOKENS)
+        for start in range(TOKENS.start, TOKENS.stop, 32):
+            for block in read_blocks(source, table, TokenRange(start, min(start + 32, TOKENS.stop))):
+                transfer.push(block)
+        report = await transfer.done()
+        assert report.tokens == TOKENS
+        assert report.bytes == len(TOKENS) * SPEC.bytes_per_token
+        assert target.completed == {1: report}
+        assert_exact(target)
+        counters = target.server.counters
+        assert (counters.bytes_received, counters.frames_refused, counters.late_frames_dropped) == (report.bytes, 0, 0)
+        assert sender.counters.bytes_sent == report.bytes
+        assert counters.num_open == 1
+        await target.server.fence(1)
+        assert target.server.counters.num_open == 0
+        assert sender.counters.num_open == 0
+
+
+async def test_large_blocks_travel_in_frames_of_at_most_a_mebibyte() -> None:
+    spec = KVSpec.gqa(2, 4, 64, "float32")
+    seen: list[KVBlock] = []
+
+    async def place(_: int, block: KVBlock) -> None:
+        seen.append(block)
+
+    done: list[int] = []
+    server = KVServer(replace(RECEIVER, kv_spec=spec), place, lambda i, _: done.append(i), lambda i, f: pytest.fail(str(f)))
+    port = await server.start("127.0.0.1", 0)
+    tokens = TokenRange(0, 3000)
+    planes = random_planes(spec, 3000, seed=4)
+    async with sending(FAST, replace(SENDER, kv_spec=spec)) as sender:
+        server.expect(9, tokens)
+        transfer = sender.open("127.0.0.1", port, 22, 9, tokens)
+        for block in blocks_of(spec, planes, tokens):
+            transfer.push(block)
+        report = await transfer.done()
+    await server.close()
+    assert done == [9]
+    assert report.num_frames == len(seen) > 10
+    assert max(block.values.nbytes for block in seen) <= MAX_PAYLOAD_BYTES
+    for block in seen:
+        want = planes[block.plane][block.layers.start : block.layers.stop, block.tokens.start : block.tokens.stop]
+        assert np.array_equal(bits(block.values), bits(want))
+
+
+# The hello is about 400 bytes; a frame of 16 tokens here is 80 + 4 * 16 * 3 * 8 * 2 = 3,152 bytes.
+@pytest.mark.parametrize("at", [0, 100, 430, 470, 2000, 5000, 9000])
+@pytest.mark.parametrize("kind", ["cut", "flip"])
+async def test_a_cut_or_flipped_connection_is_replaced_and_the_transfer_exact(kind: str, at: int) -> None:
+    async with receiving() as target, sending(ONE) as sender, between(target, Fault(kind, at)) as (proxy, port):  # type: ignore[arg-type]
+        target.server.expect(1, TOKENS)
+        transfer = sender.open("127.0.0.1", port, 22, 1, TOKENS)
+        push_in_chunks(transfer)
+        report = await transfer.done()
+        assert report.bytes == len(TOKENS) * SPEC.bytes_per_token == target.server.counters.bytes_received
+        assert target.completed[1].bytes == report.bytes
+        assert proxy.num_connections == 2
+        assert_exact(target)
+        if kind == "flip":
+            assert target.server.counters.frames_refused == 1
+        if at >= 430:
+            assert report.num_repeated > 0
+            assert sender.counters.frames_resent > 0
+
+
+@pytest.mark.parametrize("position", ["header", "payload"])
+async def test_a_frame_with_a_flipped_bit_is_not_acknowledged(position: str) -> None:
+    """The only frame's only good copy comes on the second connection; until then nothing is placed."""
+    head = len(hello(SENDER, 22))
+    at = head + (40 if position == "header" else 80 + 77)
+    async with receiving() as target, sending(ONE) as sender, between(target, Fault("flip", at)) as (_, port):
+        target.server.expect(1, TokenRange(0, 2))
+        transfer = sender.open("127.0.0.1", port, 22, 1, TokenRange(0, 2))
+        target.may_place.clear()
+        transfer.push(next(blocks_of(SPEC, PLANES, TokenRange(0, 2))))
+        await eventually(lambda: target.num_placing == 1)
+        assert target.server.counters.frames_refused == 1
+        assert transfer.report.bytes == 0
+        target.may_place.set()
+        await eventually(lambda: transfer.report.bytes > 0)
+        assert target.num_placed == 1
+        assert transfer.report.num_repeated == 1
+
+
+async def test_lost_acknowledgements_are_given_again_without_placing_again() -> None:
+    async with receiving() as target, sending(ONE) as sender:
+        async with between(target, *[Fault("cut_replies", 410 + 60 * i) for i in range(3)]) as (proxy, port):
+            target.server.expect(1, TOKENS)
+            transfer = sender.open("127.0.0.1", port, 22, 1, TOKENS)
+            push_in_chunks(transfer)
+            report = await transfer.done()
+            assert proxy.num_connections > 1
+        assert target.num_placed == report.num_frames
+        assert target.server.counters.bytes_received == report.bytes
+        assert_exact(target)
+
+
+async def test_a_repeated_frame_after_adoption_and_release_is_acknowledged() -> None:
+    """The acknowledgements are lost on the way, the receiver is done with the transfer meanwhile: the sender still learns of success."""
+    async with receiving() as target, sending(ONE) as sender, between(target, Fault("stall", 10**9)) as (proxy, port):
+        target.server.expect(1, TokenRange(0, 4))
+        transfer = sender.open("127.0.0.1", port, 22, 1, TokenRange(0, 4))
+        target.may_place.clear()
+        push_in_chunks(transfer, TokenRange(0, 4))
+        await eventually(lambda: target.num_placing == 2)
+        proxy.drop_all()  # before any acknowledgement
+        target.may_place.set()
+        await eventually(lambda: 1 in target.completed)
+        await target.server.fence(1)
+        report = await transfer.done()
+        assert report.bytes == 4 * SPEC.bytes_per_token == target.server.counters.bytes_received
+        assert target.server.counters.late_frames_dropped == 0
+
+
+async def test_a_frame_that_comes_again_while_it_is_being_placed_waits_for_that() -> None:
+    async with receiving() as target, sending(ONE) as sender, between(target) as (proxy, port):
+        target.may_place.clear()
+        target.server.expect(1, TokenRange(0, 4))
+        transfer = sender.open("127.0.0.1", port, 22, 1, TokenRange(0, 4))
+        push_in_chunks(transfer, TokenRange(0, 4))
+        await eventually(lambda: target.num_placing == 2)
+        proxy.drop_all()
+        await eventually(lambda: proxy.num_connections == 2 and sender.counters.frames_resent == 2)
+        await asyncio.sleep(0.05)
+        assert target.num_placing == 2
+        assert transfer.report.bytes == 0
+        target.may_place.set()
+        await transfer.done()
+        assert target.num_placed == 2
+
+
+@pytest.mark.parametrize(
+    ("mine", "field", "values", "code"),
+    [
+        (replace(SENDER, fingerprint="another"), "fingerprint", ("another", "f1"), "INVALID_ARGUMENT"),
+        (replace(SENDER, kv_spec=KVSpec.gqa(4, 3, 8, "float16")), "kv_spec", ("float16", "bfloat16"), "INVALID_ARGUMENT"),
+        (replace(SENDER, protocol_version=2), "protocol_version", ("2", "1"), "INVALID_ARGUMENT"),
+        (replace(SENDER, wire_layout="tokens,layers,heads,dim;1"), "wire_layout", ("tokens,layers", "layers,tokens"), "INVALID_ARGUMENT"),
+    ],
+)
+async def test_a_mismatch_is_refused_on_both_sides_with_both_values(
+    mine: Handshake, field: str, values: tuple[str, str], code: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with receiving() as target, sending(FAST, mine) as sender:
+        target.server.expect(1, TokenRange(0, 4))
+        transfer = sender.open("127.0.0.1", target.port, 22, 1, TokenRange(0, 4))
+        planes = random_planes(mine.kv_spec, 4, seed=1)
+        for block in blocks_of(mine.kv_spec, planes, TokenRange(0, 4)):
+            transfer.push(block)
+        with pytest.raises(TransferFailed) as caught:
+            await transfer.done()
+        assert caught.value.code == code
+        await eventually(lambda: target.server.counters.handshakes_refused >= 1)
+        for text in (caught.value.message, next(r.getMessage() for r in caplog.records if "kv server" in r.getMessage())):
+            assert field in text
+            assert all(value in text for value in values)
+        assert target.num_placed == 0
+
+
+async def test_another_epoch_is_refused_and_the_right_one_served_afterwards() -> None:
+    async with receiving() as target, sending() as sender:
+        target.server.expect(1, TokenRange(0, 4))
+        old = sender.open("127.0.0.1", target.port, 21, 1, TokenRange(0, 4))
+        push_in_chunks(old, TokenRange(0, 4))
+        with pytest.raises(TransferFailed, match=r"receiver_epoch differs.*21.*22") as caught:
+            await old.done()
+        assert caught.value.code == "UNAVAILABLE"
+        new = sender.open("127.0.0.1", target.port, 22, 1, TokenRange(0, 4))
+        push_in_chunks(new, TokenRange(0, 4))
+        await new.done()
+        assert_exact(target, TokenRange(0, 4))
+
+
+async def test_a_restarted_receiver_is_reached_under_its_new_epoch() -> None:
+    """Same host and port, new epoch: what was in flight fails, what comes next succeeds, the sender lives on."""
+    async with sending() as sender:
+        async with receiving() as first:
+            port = first.port
+            first.server.expect(1, TOKENS)
+            broken = sender.open("127.0.0.1", port, 22, 1, TOKENS)
+            push_in_chunks(broken, TokenRange(5, 21))
+            await eventually(lambda: first.num_placed == 2)
+        second = KVServer(replace(RECEIVER, epoch=23), _place_nowhere, lambda *_: None, lambda *_: None)
+        await second.start("127.0.0.1", port)
+        try:
+            push_in_chunks(broken, TokenRange(21, 37))
+            with pytest.raises(TransferFailed, match="receiver_epoch") as caught:
+                await broken.done()
+            assert caught.value.code == "UNAVAILABLE"
+            second.expect(1, TOKENS)
+            again = sender.open("127.0.0.1", port, 23, 1, TOKENS)
+            push_in_chunks(again)
+            assert (await again.done()).bytes == len(TOKENS) * SPEC.bytes_per_token
+        finally:
+            await second.close()
+
+
+async def _place_nowhere(_: int, block: KVBlock) -> None:
+    assert block.values.size
+
+
+async def test_a_fence_waits_for_the_writer_and_drops_what_is_late() -> None:
+    async with receiving() as target, sending(ONE) as sender:
+        target.may_place.clear()
+        target.server.expect(1, TOKENS)
+        transfer = sender.open("127.0.0.1", target.port, 22, 1, TOKENS)
+        push_in_chunks(transfer, TokenRange(5, 21))
+        await eventually(lambda: target.num_placing == 2)
+        fence = asyncio.create_task(target.server.fence(1))
+        again = asyncio.create_task(target.server.fence(1))
+        await asyncio.sleep(0.02)
+        assert not fence.done()
+        target.may_place.set()
+        await asyncio.gather(fence, again)
+        assert target.num_placing == 0
+        assert target.server.counters.num_open == 0
+        before = [arrays[0].tobytes() for arrays in target.pool.arrays]
+        push_in_chunks(transfer, TokenRange(21, 53))
+        with pytest.raises(TransferFailed) as caught:
+            await transfer.done()
+        assert caught.value.code == "CANCELLED"
+        await asyncio.sleep(0.02)
+        assert [arrays[0].tobytes() for arrays in target.pool.arrays] == before
+        assert target.completed == {}
+        await target.server.fence(1)
+        await target.server.fence(12345)
+
+
+async def raw_connection(port: int, handshake: Handshake = SENDER) -> socket.socket:
+    """A connection with the handshake done, for bytes of our own making."""
+    sock = await tcp_io.connect("127.0.0.1", port)
+    await tcp_io.send(sock, hello(handshake, 22), memoryview(b""))
+    await tcp_io.receive_message(sock, ("welcome",))
+    return sock
+
+
+def frame(transfer_id: int, epoch: int, tokens: TokenRange, sequence: int = 0) -> tuple[FrameHeader, bytes]:
+    block = next(blocks_of(SPEC, PLANES, tokens))
+    return frame_of(SPEC, transfer_id, epoch, sequence, block), bytes(payload_view(block.values))
+
+
+async def send_raw(sock: socket.socket, header: FrameHeader, payload: bytes) -> int:
+    """Returns the nack's reason, 0 for an ack."""
+    await tcp_io.send(sock, encode_frame_header(header), memoryview(payload))
+    reply = await tcp_io.receive(sock, 40)
+    return int.from_bytes(reply[32:36], "little")
+
+
+async def test_late_frames_are_answered_dropped_and_counted() -> None:
+    async with receiving() as target:
+        target.server.expect(1, TokenRange(0, 8))
+        target.server.expect(2, TokenRange(0, 8))
+        sock = await raw_connection(target.port)
+        assert await send_raw(sock, *frame(1, 22, TokenRange(0, 4))) == 0
+        await target.server.fence(1)
+        assert await send_raw(sock, *frame(1, 22, TokenRange(4, 8))) == 2  # fenced
+        assert await send_raw(sock, *frame(1, 22, TokenRange(0, 4))) == 2  # a duplicate of a dead transfer's is as dead
+        assert await send_raw(sock, *frame(77, 22, TokenRange(0, 4))) == 1  # unknown
+        assert await send_raw(sock, *frame(2, 21, TokenRange(0, 4))) == 3  # another life's
+        assert target.server.counters.late_frames_dropped == 4
+        assert await send_raw(sock, *frame(2, 22, TokenRange(0, 4))) == 0  # the connection is good for others
+        assert target.placed_ids == [1, 2]
+        sock.close()
+
+
+async def test_a_frame_with_impossible_ranges_fails_its_transfer_on_both_sides() -> None:
+    async with receiving() as target:
+        target.server.expect(1, TokenRange(0, 8))
+        sock = await raw_connection(target.port)
+        assert await send_raw(sock, *frame(1, 22, TokenRange(0, 4))) == 0
+        assert await send_raw(sock, *frame(1, 22, TokenRange(3, 6))) == 4
+        assert target.failed[1].code == "INTERNAL"
+        assert target.server.counters.frames_refused == 1
+        assert await send_raw(sock, *frame(1, 22, TokenRange(4, 8))) == 2
+        await target.server.fence(1)
+        assert target.server.counters.num_open == 0
+        sock.close()
+
+
+async def test_a_place_that_fails_fails_the_transfer_on_both_sides() -> None:
+    async with receiving() as target, sending() as sender:
+        target.place_error = RuntimeError("no such page")
+        target.server.expect(1, TOKENS)
+        transfer = sender.open("127.0.0.1", target.port, 22, 1, TOKENS)
+        push_in_chunks(transfer)
+        with pytest.raises(TransferFailed) as caught:
+            await transfer.done()
+        assert caught.value.code in ("INTERNAL", "CANCELLED")
+        assert "no such page" in target.failed[1].message
+        await target.server.fence(1)
+        assert target.server.counters.num_open == 0
+
+
+async def test_an_idle_connection_is_used_again_and_a_dead_one_replaced() -> None:
+    async with receiving() as target, sending(ONE) as sender, between(target) as (proxy, port):
+        for transfer_id in (1, 2):
+            target.server.expect(transfer_id, TokenRange(0, 4))
+            transfer = sender.open("127.0.0.1", port, 22, transfer_id, TokenRange(0, 4))
+            push_in_chunks(transfer, TokenRange(0, 4))
+            await transfer.done()
+        assert proxy.num_connections == 1
+        assert sender.counters.connections_opened == 1
+        proxy.drop_all()
+        await eventually(lambda: target.server.counters.num_connections == 0)
+        target.server.expect(3, TokenRange(0, 4))
+        transfer = sender.open("127.0.0.1", port, 22, 3, TokenRange(0, 4))
+        push_in_chunks(transfer, TokenRange(0, 4))
+        await transfer.done()
+        assert proxy.num_connections == 2
+
+
+async def test_frames_are_striped_over_several_connections() -> None:
+    async with receiving() as target, sending(replace(FAST, num_connections=3)) as sender:
+        target.may_place.clear()
+        target.server.expect(1, TOKENS)
+        transfer = sender.open("127.0.0.1", target.port, 22, 1, TOKENS)
+        push_in_chunks(transfer, chunk=1)
+        # 8 placings per connection at most: more at once means more than one carries frames
+        await eventually(lambda: target.num_placing > 16)
+        assert target.num_placing <= 24
+        target.may_place.set()
+        await transfer.done()
+        assert sender.counters.connections_opened == 3
+        assert_exact(target)
+
+
+@pytest.mark.parametrize("at", [0, 3000])
+async def test_a_stalled_link_fails_the_transfer_within_its_deadline(at: int) -> None:
+    settings = replace(ONE, stall_timeout_s=0.3)
+    async with receiving() as target, sending(settings) as sender, between(target, Fault("stall", at)) as (_, port):
+        target.server.expect(1, TOKENS)
+        transfer = sender.open("127.0.0.1", port, 22, 1, TOKENS)
+        started = time.monotonic()
+        push_in_chunks(transfer)
+        with pytest.raises(TransferFailed) as caught:
+            await transfer.done()
+        assert caught.value.code == "DEADLINE_EXCEEDED"
+        assert 0.25 < time.monotonic() - started < 2.0
+        await target.server.fence(1)
+        assert target.server.counters.num_open == 0
+
+
+async def test_a_transfer_that_owes_nothing_may_be_idle() -> None:
+    """Prefill computes for longer than the stall timeout between two pushes."""
+    async with receiving() as target, sending(replace(ONE, stall_timeout_s=0.1)) as sender:
+        target.server.expect(1, TokenRange(0, 8))
+        transfer = sender.open("127.0.0.1", target.port, 22, 1, TokenRange(0, 8))
+        push_in_chunks(transfer, TokenRange(0, 4))
+        await eventually(lambda: target.num_placed == 2)
+        await asyncio.sleep(0.25)
+        push_in_chunks(transfer, TokenRange(4, 8))
+        await transfer.done()
+        assert_exact(target, TokenRange(0, 8))
+
+
+async def test_nobody_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    async with sending(replace(FAST, max_attempts=3)) as sender:
+        transfer = sender.open("127.0.0.1", port, 22, 1, TOKENS)
+        push_in_chunks(transfer)
+        with pytest.raises(TransferFailed, match="3 times in a row") as caught:
+            await transfer.done()
+        assert caught.value.code == "UNAVAILABLE"
+
+
+async def test_a_link_that_always_breaks_is_given_up() -> None:
+    faults = [Fault("cut", 2000)] * 50
+    async with receiving() as target, sending(replace(ONE, max_attempts=3)) as sender, between(target, *faults) as (proxy, port):
+        target.server.expect(1, TOKENS)
+        transfer = sender.open("127.0.0.1", port, 22, 1, TOKENS)
+        push_in_chunks(transfer)
+        with pytest.raises(TransferFailed) as caught:
+            await transfer.done()
+        assert caught.value.code == "UNAVAILABLE"
+        assert proxy.num_connections == 3
+
+
+async def test_cancelling_stops_sending_and_tells_the_owner() -> None:
+    async with receiving() as target, sending(ONE) as sender:
+        target.may_place.clear()
+        target.server.expect(1, TOKENS)
+        transfer = sender.open("127.0.0.1", target.port, 22, 1, TOKENS)
+        push_in_chunks(transfer, chunk=1)
+        await eventually(lambda: target.num_placing == 8)
+        transfer.cancel()
+        with pytest.raises(TransferFailed) as caught:
+            await transfer.done()
+        assert caught.value.code == "CANCELLED"
+        assert sender.counters.num_open == 0
+        target.may_place.set()
+        await target.server.fence(1)
+        target.server.expect(2, TokenRange(0, 4))
+        other = sender.open("127.0.0.1", target.port, 22, 2, TokenRange(0, 4))
+        push_in_chunks(other, TokenRange(0, 4))
+        await other.done()
+
+
+async def test_transfers_that_share_a_connection_take_turns() -> None:
+    async with receiving() as target, sending(ONE) as sender:
+        tokens = TokenRange(0, 40)
+        transfers = []
+        target.may_place.clear()
+        for transfer_id in (1, 2):
+            target.server.expect(transfer_id, tokens)
+            transfer = sender.open("127.0.0.1", target.port, 22, transfer_id, tokens)
+            push_in_chunks(transfer, tokens, chunk=1)
+            transfers.append(transfer)
+        target.may_place.set()
+        await asyncio.gather(*(transfer.done() for transfer in transfers))
+        assert target.placed_ids == [1, 2] * 80
+
+
+async def test_an_id_in_use_and_an_empty_range_are_refused() -> None:
+    async with receiving() as target, sending() as sender:
+        target.server.expect(1, TOKENS)
+        sender.open("127.0.0.1", target.port, 22, 1, TOKENS)
+        with pytest.raises(ValueError, match="in use"):
+            target.server.expect(1, TOKENS)
+        with pytest.raises(ValueError, match="in use"):
+            sender.open("127.0.0.1", target.port, 22, 1, TOKENS)
+        await target.server.fence(1)
+        with pytest.raises(ValueError, match="in use"):
+            target.server.expect(1, TOKENS)
+        for act in (
+            lambda: target.server.expect(2, TokenRange(4, 4)),
+            lambda: sender.open("127.0.0.1", target.port, 22, 2, TokenRange(4, 4)),
+        ):
+            with pytest.raises(ValueError, match="empty"):
+                act()
+        with pytest.raises(ValueError, match="num_connections"):
+            SenderSettings(num_connections=0)
+
+
+BAD_OPENINGS: dict[str, bytes] = {
+    "pickle": pickle.dumps({"exec": "x" * 100}),
+    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "a frame before the hello": encode_frame_header(frame(1, 22, TokenRange(0, 4))[0]),
+    "zeros": bytes(200),
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("name", BAD_OPENINGS)
+async def test_strangers_are_cut_off_and_friends_still_served(name: str) -> None:
+    async with receiving(handshake_timeout_s=0.2) as target, sending() as sender:
+        sock = await tcp_io.connect("127.0.0.1", target.port)
+        await tcp_io.send(sock, BAD_OPENINGS[name], memoryview(b""))
+        with pytest.raises(OSError, match=r"closed|reset"):
+            await asyncio.wait_for(tcp_io.receive(sock, 1), 5)
+        sock.close()
+        target.server.expect(1, TokenRange(0, 4))
+        transfer = sender.open("127.0.0.1", target.port, 22, 1, TokenRange(0, 4))
+        push_in_chunks(transfer, TokenRange(0, 4))
+        await transfer.done()
+
+
+async def test_it_listens_on_the_given_host_only() -> None:
+    async with receiving() as target:
+        with pytest.raises(ConnectionRefusedError):
+            (await tcp_io.connect("127.0.0.2", target.port)).close()
+
+
+async def test_closing_with_everything_open_ends_everything() -> None:
+    before = asyncio.all_tasks()
+    async with receiving() as target, sending() as sender:
+        target.may_place.clear()
+        target.server.expect(1, TOKENS)
+        transfer = sender.open("127.0.0.1", target.port, 22, 1, TOKENS)
+        push_in_chunks(transfer)
+        await eventually(lambda: target.num_placing > 0)
+        await sender.close()
+        with pytest.raises(TransferFailed):
+            await transfer.done()
+    await eventually(lambda: asyncio.all_tasks() <= before)
+    assert target.num_placing == 0
+
+
+async def test_the_loop_has_a_turn_after_every_frame() -> None:
+    """The kernel takes small frames at once; sending them all in one turn would hold up everything else on the loop."""
+    async with receiving() as target, sending(ONE) as sender:
+        target.may_place.clear()
+        target.server.expect(1, TOKENS)
+        transfer = sender.open("127.0.0.1", target.port, 22, 1, TOKENS)
+        push_in_chunks(transfer, chunk=1)
+        num_frames, turns = transfer.num_queued, 0
+        async with asyncio.timeout(10):
+            while transfer.num_queued:
+                await asyncio.sleep(0)
+                turns += 1
+        assert turns >= num_frames == 190
+
+
+async def test_large_frames_do_not_hold_up_the_loop() -> None:
+    """Checksums and copies of both ends on one loop: a few milliseconds at a time at most."""
+    spec = KVSpec.gqa(8, 8, 64, "bfloat16")
+    server = KVServer(replace(RECEIVER, kv_spec=spec), _place_nowhere, lambda *_: None, lambda *_: None)
+    port = await server.start("127.0.0.1", 0)
+    tokens = TokenRange(0, 2000)
+    planes = random_planes(spec, 2000, seed=5)
+    async with sending(FAST, replace(SENDER, kv_spec=spec)) as sender:
+        server.expect(1, tokens)
+        transfer = sender.open("127.0.0.1", port, 22, 1, tokens)
+        for block in blocks_of(spec, planes, tokens):
+            transfer.push(block)
+        gaps, last = [], time.monotonic()
+        while not transfer.ended:
+            await asyncio.sleep(0)
+            gaps.append(time.monotonic() - last)
+            last = time.monotonic()
+        assert (await transfer.done()).bytes == 2000 * spec.bytes_per_token
+    await server.close()
+    assert sorted(gaps)[len(gaps) // 2] < 0.02
