@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 # Received KV is placed between steps; more than this in one go would show as a pause in the neighbours' tokens.
 _PLACE_BYTES_PER_STEP = 16 * 1024 * 1024
 
+THREAD_NAME = "step-loop"
+
 Events = list[tuple[str, m.Event]]
 
 
@@ -41,6 +43,10 @@ class EngineFacts:
     kv_spec: KVSpec
     layout: KVLayout
     weights_digest: str
+
+
+class StepLoopEndedError(Exception):
+    """Nobody serves commands any more."""
 
 
 class StepLoop:
@@ -71,30 +77,37 @@ class StepLoop:
         self._wake = threading.Condition()
         self._stopping = False
         self._events: Events = []
-        self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def submit(self, command: m.Command) -> None:
-        """Thread-safe; returns at once. Commands are taken in order. Raises RuntimeError when the loop has ended."""
+        """Thread-safe; returns at once. Commands are taken in order. Raises StepLoopEndedError."""
         with self._wake:
             if self._stopping:
-                raise RuntimeError("the step loop has ended")
+                raise StepLoopEndedError("the step loop has ended")
             self._inbox.append(command)
             self._wake.notify()
+
+    def post(self, command: m.Command) -> None:
+        """As ``submit``, for news that nobody needs once the loop has ended."""
+        try:
+            self.submit(command)
+        except StepLoopEndedError:
+            logger.info("%s after the end of the step loop is dropped", type(command).__name__)
 
     async def close(self, request_id: str) -> None:
         """Submit CloseRequest and wait until the pages are back. A loop that has ended holds nothing any more."""
         done: Future[None] = Future()
         try:
             self.submit(m.CloseRequest(request_id, done))
-        except RuntimeError:
+        except StepLoopEndedError:
             return
         await asyncio.wrap_future(done)
 
     async def snapshot(self) -> m.Snapshot:
-        """Between two steps. Raises RuntimeError when the loop has ended."""
+        """Between two steps. Raises StepLoopEndedError."""
         reply: Future[m.Snapshot] = Future()
         self.submit(m.TakeSnapshot(reply))
         return await asyncio.wrap_future(reply)
@@ -124,7 +137,7 @@ class StepLoop:
         self.ready.set_result(facts)
         try:
             self._serve(executor)
-            self._abandon(RuntimeError("the step loop was stopped"))
+            self._abandon(StepLoopEndedError("the step loop was stopped"))
         except BaseException as error:
             logger.critical("the step loop crashed", exc_info=True)
             self._abandon(error)

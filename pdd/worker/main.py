@@ -1,0 +1,174 @@
+"""A worker process: composition root. Starts the engine named in the launch config, serves ``pdd.v1.Worker`` until told to stop.
+
+python -m pdd.worker.main --config FILE --topology FILE --name WORKER --cache-dir DIR
+
+Reports loading, warm_up and ready on stdout. Ends with status 0 on SIGTERM, SIGINT or when its parent ends; with status 1 and one clear
+last line on stderr when it cannot start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import logging
+import os
+import secrets
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from pdd import models
+from pdd.config import LaunchConfig, WorkerConfig
+from pdd.config import load as load_config
+from pdd.errors import Code
+from pdd.launch.child import report, when_parent_ends
+from pdd.topology import Topology, WorkerPlace
+from pdd.worker.service import Runtime, WorkerService
+from pdd.worker.step_loop import THREAD_NAME, EngineFacts, StepLoop
+from pdd.worker.transfers import KVTraffic
+from pddbridge.engine import Engine, EngineConfig, EngineFactory
+from pddbridge.fingerprint import fingerprint
+from pddbridge.links.tcp import PROTOCOL_VERSION, Handshake
+from pddbridge.rpc.channel import bind, make_server
+from pddbridge.rpc.gen import worker_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+SERVICE_NAME = "pdd.v1.Worker"
+_STOP_GRACE_S = 1.0
+_JOIN_S = 5.0
+
+
+class WorkerError(Exception):
+    """The worker cannot start or go on; the message is the one line to show."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="pdd.worker.main")
+    for option in ("--config", "--topology", "--cache-dir"):
+        parser.add_argument(option, type=Path, required=True)
+    parser.add_argument("--name", required=True)
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    status = 0
+    try:
+        config = load_config(arguments.config)
+        worker = next((w for w in config.workers if w.name == arguments.name), None)
+        if worker is None:
+            raise ValueError(f"--name: given {arguments.name!r}, allowed {[w.name for w in config.workers]}")
+        place = Topology.load(arguments.topology).worker(arguments.name)
+        asyncio.run(_run(config, worker, place, arguments.cache_dir))
+    except (ValueError, KeyError, OSError, WorkerError) as error:
+        # The launcher shows the last line of stderr where a process failed to start.
+        print(f"worker {arguments.name}: {' '.join(str(error).split())}", file=sys.stderr)
+        status = 1
+    if any(thread.name == THREAD_NAME for thread in threading.enumerate()):
+        # The step thread is inside a framework's start-up, which nothing can interrupt; the interpreter would tear it down half way.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
+async def _run(config: LaunchConfig, worker: WorkerConfig, place: WorkerPlace, cache_dir: Path) -> None:
+    """Serve until told to stop. Raises ValueError or WorkerError, one clear line, when it cannot start or go on."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    when_parent_ends(loop, stop)
+    service = WorkerService(worker.name, epoch=secrets.randbelow(2**64 - 1) + 1)
+    health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the published stubs do not know it
+    server = make_server()
+    worker_pb2_grpc.add_WorkerServicer_to_server(service, server)
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    bind(server, place.control.host, place.control.port)  # first of all: a port in use is known before anything is loaded
+    make_engine = _engine_factory(config, worker, models.resolve(config.model, cache_dir), cache_dir)
+    for name in ("", SERVICE_NAME):
+        await health_servicer.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+    await server.start()
+    crash: asyncio.Future[None] = loop.create_future()
+
+    def crashed(error: BaseException) -> None:
+        service.fail_all(Code.INTERNAL, f"the worker crashed: {error}")
+        crash.set_exception(WorkerError(f"the step loop crashed: {error!r}"))
+
+    report("loading", what=f"{config.model} into {worker.engine}")
+    step_loop = StepLoop(make_engine, loop, service.deliver, crashed, _report_warm_up, worker.prefix_cache)
+    step_loop.start()
+    stopping = asyncio.create_task(stop.wait())
+    traffic: KVTraffic | None = None
+    try:
+        ready = asyncio.wrap_future(step_loop.ready)
+        await asyncio.wait((ready, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if not ready.done():
+            return
+        facts = _facts(ready)
+        semantic = fingerprint(facts.spec, facts.weights_digest, facts.kv_spec)
+        traffic = KVTraffic(Handshake(PROTOCOL_VERSION, semantic, facts.kv_spec, service.epoch, worker.name), step_loop)
+        try:
+            await traffic.start(place.kv.host, place.kv.port)
+        except OSError as error:
+            raise WorkerError(f"kv_port: cannot listen on {place.kv}: {error.strerror or error}") from error
+        service.begin(Runtime(facts, config.model, semantic, step_loop, traffic))
+        for name in ("", SERVICE_NAME):
+            await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+        report("ready")
+        await asyncio.wait((crash, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if crash.done():
+            crash.result()
+    finally:
+        stopping.cancel()
+        await health_servicer.enter_graceful_shutdown()
+        await service.end()
+        await server.stop(_STOP_GRACE_S)
+        if traffic is not None:
+            await traffic.close()
+        step_loop.stop()
+        await asyncio.to_thread(step_loop.join, _JOIN_S if traffic is not None else 0.0)
+
+
+def _engine_factory(config: LaunchConfig, worker: WorkerConfig, model_dir: Path, cache_dir: Path) -> Callable[[], Engine]:
+    """Builds the engine, in the thread that calls it. The engine's environment is set before its framework is imported."""
+    engine_config = EngineConfig(
+        device=worker.device,
+        compute_dtype=worker.compute_dtype,
+        kv_dtype=config.kv_dtype,
+        page_size=worker.page_size,
+        num_pages=worker.num_pages,
+        max_context_tokens=worker.max_context_tokens,
+        max_step_tokens=worker.max_step_tokens,
+        max_rows=worker.max_rows,
+        num_threads=worker.threads,
+        compile_cache_dir=str(cache_dir / "compiled" / worker.engine),
+    )
+    os.environ.update(importlib.import_module(f"pdd{worker.engine}.threads").environment(worker.threads))
+
+    def make_engine() -> Engine:
+        create: EngineFactory = importlib.import_module(f"pdd{worker.engine}.engine").create
+        return create(str(model_dir), engine_config)
+
+    return make_engine
+
+
+def _facts(ready: asyncio.Future[EngineFacts]) -> EngineFacts:
+    """Raises ValueError as the engine did, WorkerError for anything else that it raised."""
+    try:
+        return ready.result()
+    except ValueError:
+        raise
+    except Exception as error:
+        raise WorkerError(f"the engine did not start: {type(error).__name__}: {error}") from error
+
+
+def _report_warm_up(done: int, total: int, what: str) -> None:
+    report("warm_up", done=done, total=total, what=what)
+
+
+if __name__ == "__main__":
+    main()

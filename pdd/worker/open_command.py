@@ -1,0 +1,80 @@
+"""What a worker refuses before it takes a request, and the command it makes of the rest. Pure but for the clock it is given."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pdd.errors import Code, PddError
+from pdd.worker.messages import OpenRequest, PushTo
+from pdd.worker.transfers import PushSpec
+from pddbridge.kv_spec import TokenRange
+from pddbridge.rpc.convert import check_token_ids, params_from_proto
+from pddbridge.rpc.gen import worker_pb2
+
+
+@dataclass(frozen=True)
+class Opening:
+    """``pushes`` lack something; ``complete_targets`` lack nothing."""
+
+    command: OpenRequest
+    pushes: tuple[PushSpec, ...]
+    complete_targets: tuple[str, ...]
+
+
+def parse_open(message: worker_pb2.Open, vocab_size: int, max_context_tokens: int, now: float) -> Opening:
+    """Raises PddError INVALID_ARGUMENT naming field, value and what is allowed. ``now``: monotonic seconds, deadlines count from it."""
+    try:
+        return _parse(message, vocab_size, max_context_tokens, now)
+    except ValueError as error:
+        raise PddError(Code.INVALID_ARGUMENT, str(error)) from error
+
+
+def _parse(message: worker_pb2.Open, vocab_size: int, max_context_tokens: int, now: float) -> Opening:
+    if not message.request_id:
+        raise ValueError("request_id: empty")
+    if not message.prompt_ids:
+        raise ValueError("prompt_ids: empty, at least one token is needed")
+    num_tokens = len(message.prompt_ids) + len(message.log_ids)
+    if num_tokens > max_context_tokens:
+        raise ValueError(f"prompt_ids and log_ids: given {num_tokens} tokens, this worker's context is {max_context_tokens}")
+    check_token_ids(message.prompt_ids, vocab_size, "prompt_ids")
+    check_token_ids(message.log_ids, vocab_size, "log_ids")
+    if not (math.isfinite(message.timeout_s) and message.timeout_s > 0):
+        raise ValueError(f"timeout_s: given {message.timeout_s}, must be finite and above 0")
+    if message.kv_source not in (worker_pb2.KV_SOURCE_COMPUTE, worker_pb2.KV_SOURCE_TRANSFER):
+        raise ValueError(f"kv_source: given {message.kv_source}, allowed COMPUTE or TRANSFER")
+    pushes, complete = _parse_targets(message)
+    command = OpenRequest(
+        request_id=message.request_id,
+        tenant=message.tenant,
+        prompt_ids=tuple(message.prompt_ids),
+        log_ids=tuple(message.log_ids),
+        params=params_from_proto(message.sampling, vocab_size),
+        transfer=message.kv_source == worker_pb2.KV_SOURCE_TRANSFER,
+        decode=message.decode,
+        max_propose_tokens=message.max_propose_tokens if message.HasField("max_propose_tokens") else None,
+        push_to=tuple(PushTo(push.target, push.tokens.start) for push in pushes),
+        deadline=now + message.timeout_s,
+    )
+    return Opening(command, pushes, complete)
+
+
+def _parse_targets(message: worker_pb2.Open) -> tuple[tuple[PushSpec, ...], tuple[str, ...]]:
+    stop = len(message.prompt_ids) - 1
+    pushes: list[PushSpec] = []
+    complete: list[str] = []
+    for index, to in enumerate(message.push_to):
+        if to.target in {push.target for push in pushes} | set(complete):
+            raise ValueError(f"push_to[{index}].target: {to.target!r} given twice")
+        if to.first_token > stop:
+            raise ValueError(f"push_to[{index}].first_token: given {to.first_token}, allowed 0 to {stop}")
+        if to.first_token == stop:
+            complete.append(to.target)
+            continue
+        if to.transfer_id == 0:
+            raise ValueError(f"push_to[{index}].transfer_id: given 0, but tokens from {to.first_token} to {stop} are to be sent")
+        if not (to.host and 0 < to.port < 65536):
+            raise ValueError(f"push_to[{index}]: given host {to.host!r} port {to.port}, a host and a port from 1 to 65535 are needed")
+        pushes.append(PushSpec(to.target, to.host, to.port, to.epoch, to.transfer_id, TokenRange(to.first_token, stop)))
+    return tuple(pushes), tuple(complete)

@@ -1,0 +1,125 @@
+"""One Attach stream on the event loop: turns the step thread's events into messages, and ends everything the request holds, once.
+
+Order of the end: pushes cancelled, incoming transfer fenced and drained, then the step thread returns the pages. So no page goes back to
+the pool while somebody can still write it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from pdd.errors import Code
+from pdd.worker import messages as m
+from pdd.worker.open_command import Opening
+from pdd.worker.step_loop import StepLoop, StepLoopEndedError
+from pdd.worker.transfers import KVTraffic, Push, Pushed, PushOutcome
+from pddbridge.rpc.convert import record_to_proto
+from pddbridge.rpc.gen import worker_pb2
+
+
+class Session:
+    """``forget`` is called when the request holds nothing any more."""
+
+    def __init__(self, opening: Opening, epoch: int, step_loop: StepLoop, traffic: KVTraffic, forget: Callable[[str], None]) -> None:
+        self.request_id = opening.command.request_id
+        self.refused: m.Refused | None = None
+        self._opening = opening
+        self._epoch = epoch
+        self._step_loop = step_loop
+        self._traffic = traffic
+        self._forget = forget
+        self._pushes: dict[str, Push] = {}
+        self._transfer_id: int | None = None
+        self._outgoing: asyncio.Queue[worker_pb2.WorkerEvent | None] = asyncio.Queue()
+        self._ending: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Hand the request to the step thread. Raises ValueError when a push cannot be opened; ``end`` it then as ever."""
+        for spec in self._opening.pushes:
+            self._pushes[spec.target] = self._traffic.push(self.request_id, spec, self._push_ended)
+        self.submit(self._opening.command)
+
+    def submit(self, command: m.Command) -> None:
+        """A command for this request. Where the step loop has ended, the request ends too."""
+        try:
+            self._step_loop.submit(command)
+        except StepLoopEndedError as error:
+            self.deliver(m.Failed(Code.UNAVAILABLE, str(error)))
+
+    async def next_event(self) -> worker_pb2.WorkerEvent | None:
+        """The next message for the coordinator; None after the last. A failure is told only after all pages are back."""
+        message = await self._outgoing.get()
+        if message is not None and message.WhichOneof("event") == "failed" and not message.failed.target:
+            await asyncio.shield(self.end())
+        return message
+
+    def deliver(self, event: m.Event) -> None:
+        """An event of the step thread. After the end they are late and dropped."""
+        if self._ending is not None:
+            return
+        match event:
+            case m.Refused():
+                self.refused = event
+                self._outgoing.put_nowait(None)
+            case m.Reserved():
+                if event.missing is not None:
+                    self._transfer_id = self._traffic.expect(self.request_id, event.missing)
+                reserved = worker_pb2.Reserved(hit_tokens=event.hit_tokens, transfer_id=self._transfer_id or 0, epoch=self._epoch)
+                self._outgoing.put_nowait(worker_pb2.WorkerEvent(reserved=reserved))
+                for target in self._opening.complete_targets:
+                    self._push_ended(Pushed(target, 0, 0))
+            case m.KVRead():
+                for target in event.targets:
+                    self._pushes[target].send(event.blocks)
+            case m.Failed():
+                self._outgoing.put_nowait(to_proto(event))
+                self._outgoing.put_nowait(None)
+            case _:
+                self._outgoing.put_nowait(to_proto(event))
+
+    def end(self) -> asyncio.Task[None]:
+        """Let go of everything. Idempotent, in every state; the task finishes when the pages are back."""
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end(), name=f"end-{self.request_id}")
+        return self._ending
+
+    async def _end(self) -> None:
+        self._outgoing.put_nowait(None)
+        for push in self._pushes.values():
+            push.cancel()
+        if self._transfer_id is not None:
+            await self._traffic.fence(self._transfer_id)
+        await self._step_loop.close(self.request_id)
+        self._forget(self.request_id)
+
+    def _push_ended(self, outcome: PushOutcome) -> None:
+        match outcome:
+            case Pushed():
+                pushed = worker_pb2.Pushed(target=outcome.target, tokens=outcome.num_tokens, bytes=outcome.num_bytes)
+                self._outgoing.put_nowait(worker_pb2.WorkerEvent(pushed=pushed))
+            case _:
+                message = f"push to {outcome.target}: {outcome.message}"
+                failed = worker_pb2.Failed(code=outcome.code, message=message, target=outcome.target)
+                self._outgoing.put_nowait(worker_pb2.WorkerEvent(failed=failed))
+
+
+def to_proto(event: m.Event) -> worker_pb2.WorkerEvent:
+    """The events that map one to one. The others are the session's."""
+    match event:
+        case m.Prefilled():
+            return worker_pb2.WorkerEvent(prefilled=worker_pb2.Prefilled(computed_tokens=event.computed_tokens))
+        case m.KvComplete():
+            complete = worker_pb2.KvComplete(received_tokens=event.received_tokens, received_bytes=event.received_bytes)
+            return worker_pb2.WorkerEvent(kv_complete=complete)
+        case m.Tokens():
+            records = [record_to_proto(record) for record in event.records]
+            return worker_pb2.WorkerEvent(tokens=worker_pb2.Tokens(position=event.position, records=records))
+        case m.Ingested():
+            return worker_pb2.WorkerEvent(ingested=worker_pb2.Ingested(length=event.length))
+        case m.Sealed():
+            return worker_pb2.WorkerEvent(sealed=worker_pb2.Sealed(length=event.length))
+        case m.Failed():
+            return worker_pb2.WorkerEvent(failed=worker_pb2.Failed(code=event.code.name, message=event.message))
+        case m.Refused() | m.Reserved() | m.KVRead():
+            raise AssertionError(f"{type(event).__name__} is the session's")

@@ -1,0 +1,178 @@
+"""KV in and out of this worker: the links' callbacks on one side, the step thread's commands on the other. Owns transfer ids and pushes.
+
+In: a frame -> PlaceKV to the step thread -> the link acknowledges. Out: KVRead from the step thread -> the link -> PushAcknowledged back,
+so that the step thread reads on. Everything here runs on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from pdd.errors import Code
+from pdd.worker import messages as m
+from pdd.worker.step_loop import StepLoop
+from pddbridge.engine import KVBlock
+from pddbridge.kv_spec import TokenRange
+from pddbridge.links.tcp import (
+    Handshake,
+    KVSender,
+    KVServer,
+    OutgoingTransfer,
+    SenderCounters,
+    ServerCounters,
+    TransferFailed,
+    TransferReport,
+)
+
+logger = logging.getLogger(__name__)
+
+# How often a transfer's acknowledged bytes are looked at while some are owed. A window of 64 MiB lasts longer than this on any link here.
+_ACK_POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class PushSpec:
+    """A receiver and what it lacks, as the coordinator told: positions ``tokens`` to ``transfer_id`` of the process with ``epoch``."""
+
+    target: str
+    host: str
+    port: int
+    epoch: int
+    transfer_id: int
+    tokens: TokenRange
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """``target`` acknowledged everything."""
+
+    target: str
+    num_tokens: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class PushFailed:
+    """``target`` will not get the rest. ``code`` is a gRPC status name."""
+
+    target: str
+    code: str
+    message: str
+
+
+PushOutcome = Pushed | PushFailed
+
+
+class KVTraffic:
+    """The worker's receiving server and sender. ``loop`` is the step loop whose engine's KV ``handshake`` describes."""
+
+    def __init__(self, handshake: Handshake, step_loop: StepLoop) -> None:
+        self._step_loop = step_loop
+        self._server = KVServer(handshake, self._place, self._complete, self._failed)
+        self._sender = KVSender(handshake)
+        self._owners: dict[int, str] = {}  # transfer id -> request id
+        self._last_id = 0
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen for frames; returns the port. Raises OSError."""
+        return await self._server.start(host, port)
+
+    async def close(self) -> None:
+        await self._sender.close()
+        await self._server.close()
+
+    @property
+    def server_counters(self) -> ServerCounters:
+        return self._server.counters
+
+    @property
+    def sender_counters(self) -> SenderCounters:
+        return self._sender.counters
+
+    def expect(self, request_id: str, tokens: TokenRange) -> int:
+        """Take frames of ``tokens`` for the request from now on; returns the transfer id to tell the sender."""
+        self._last_id += 1
+        self._server.expect(self._last_id, tokens)
+        self._owners[self._last_id] = request_id
+        return self._last_id
+
+    async def fence(self, transfer_id: int) -> None:
+        """Returns when no writer can touch the transfer's pages any more."""
+        await self._server.fence(transfer_id)
+        self._owners.pop(transfer_id, None)
+
+    def push(self, request_id: str, spec: PushSpec, ended: Callable[[PushOutcome], None]) -> Push:
+        """Open a push; ``ended`` is called once, unless it is cancelled. Raises ValueError for an id that is in use."""
+        transfer = self._sender.open(spec.host, spec.port, spec.epoch, spec.transfer_id, spec.tokens)
+        return Push(request_id, spec, transfer, self._step_loop, ended)
+
+    async def _place(self, transfer_id: int, block: KVBlock) -> None:
+        done: Future[None] = Future()
+        self._step_loop.submit(m.PlaceKV(self._owners[transfer_id], block, done))
+        await asyncio.wrap_future(done)
+
+    def _complete(self, transfer_id: int, report: TransferReport) -> None:
+        self._step_loop.post(m.TransferComplete(self._owners[transfer_id], report.bytes))
+
+    def _failed(self, transfer_id: int, failure: TransferFailed) -> None:
+        self._step_loop.post(m.FailRequest(self._owners[transfer_id], Code[failure.code], f"incoming transfer: {failure.message}"))
+
+
+class Push:
+    """One outgoing transfer of one request."""
+
+    def __init__(
+        self, request_id: str, spec: PushSpec, transfer: OutgoingTransfer, step_loop: StepLoop, ended: Callable[[PushOutcome], None]
+    ) -> None:
+        self._request_id = request_id
+        self._spec = spec
+        self._transfer = transfer
+        self._step_loop = step_loop
+        self._ended = ended
+        self._read_bytes = 0
+        self._acked_bytes = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._waiting = asyncio.create_task(self._wait(), name=f"push-{request_id}-{spec.target}")
+
+    def send(self, blocks: Iterable[KVBlock]) -> None:
+        """Queue blocks that the step thread read for this target."""
+        for block in blocks:
+            self._transfer.push(block)
+            self._read_bytes += block.values.nbytes
+        if self._timer is None:
+            self._poll()
+
+    def cancel(self) -> None:
+        """Send nothing more. Idempotent."""
+        self._waiting.cancel()
+        self._transfer.cancel()
+        self._stop_polling()
+
+    async def _wait(self) -> None:
+        try:
+            report = await self._transfer.done()
+            outcome: PushOutcome = Pushed(self._spec.target, len(report.tokens), report.bytes)
+        except TransferFailed as failure:
+            outcome = PushFailed(self._spec.target, failure.code, failure.message)
+        self._stop_polling()
+        self._step_loop.post(m.PushEnded(self._request_id, self._spec.target))
+        self._ended(outcome)
+
+    def _poll(self) -> None:
+        """Tell the step thread what was acknowledged since, as long as something is owed."""
+        self._timer = None
+        acked = self._transfer.report.bytes
+        if acked > self._acked_bytes:
+            self._step_loop.post(m.PushAcknowledged(self._request_id, self._spec.target, acked - self._acked_bytes))
+            self._acked_bytes = acked
+        if self._acked_bytes < self._read_bytes and not self._transfer.ended:
+            self._timer = asyncio.get_running_loop().call_later(_ACK_POLL_S, self._poll)
+
+    def _stop_polling(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
