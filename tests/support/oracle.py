@@ -8,18 +8,33 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 
 @lru_cache(maxsize=4)
-def _model(model_dir: str) -> LlamaForCausalLM:
-    return LlamaForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager").eval()
+def model(model_dir: Path) -> LlamaForCausalLM:
+    """The model in float32, read by transformers alone: safetensors, or one ``.gguf`` file.
+
+    ``model_dir`` must not change between calls. GGUF goes past ``from_pretrained``, which wants the accelerate package for it.
+    """
+    ggufs = list(model_dir.glob("*.gguf"))
+    if not ggufs:
+        return LlamaForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager").eval()
+    config = LlamaConfig.from_pretrained(model_dir, gguf_file=ggufs[0].name, attn_implementation="eager")
+    loaded = LlamaForCausalLM(config)
+    tensors = load_gguf_checkpoint(str(ggufs[0]), return_tensors=True, model_to_load=loaded, torch_dtype=torch.float32)["tensors"]
+    missing, unknown = loaded.load_state_dict(tensors, strict=False)
+    if unknown or set(missing) - ({"lm_head.weight"} if config.tie_word_embeddings else set()):
+        raise ValueError(f"{ggufs[0]}: transformers misses {missing} and has no place for {unknown}")
+    loaded.tie_weights()
+    return loaded.eval()
 
 
 def logits(model_dir: Path, ids: Sequence[int]) -> np.ndarray:
-    """Float32 logits [len(ids), vocab] of one whole-sequence pass. ``model_dir`` holds safetensors and must not change between calls."""
+    """Float32 logits [len(ids), vocab] of one whole-sequence pass."""
     with torch.inference_mode():
-        return np.asarray(_model(str(model_dir))(torch.tensor([list(ids)])).logits[0].numpy())
+        return np.asarray(model(model_dir)(torch.tensor([list(ids)])).logits[0].numpy())
 
 
 def greedy(model_dir: Path, prompt_ids: Sequence[int], n: int) -> tuple[list[int], list[float]]:
@@ -27,7 +42,7 @@ def greedy(model_dir: Path, prompt_ids: Sequence[int], n: int) -> tuple[list[int
     ids: list[int] = []
     gaps: list[float] = []
     with torch.inference_mode():
-        out = _model(str(model_dir))(torch.tensor([list(prompt_ids)]), use_cache=True)
+        out = model(model_dir)(torch.tensor([list(prompt_ids)]), use_cache=True)
         while True:
             last = out.logits[0, -1].numpy()
             token = int(np.argmax(last))
@@ -35,4 +50,4 @@ def greedy(model_dir: Path, prompt_ids: Sequence[int], n: int) -> tuple[list[int
             gaps.append(float(last[token] - np.partition(last, -2)[-2]))
             if len(ids) == n:
                 return ids, gaps
-            out = _model(str(model_dir))(torch.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True)
+            out = model(model_dir)(torch.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True)

@@ -73,11 +73,15 @@ def test_index_entry_without_a_tensor_is_named(tmp_path: Path) -> None:
     assert "model.ghost" in refused(tmp_path)
 
 
-@pytest.mark.parametrize("shard", ["../elsewhere.safetensors", "/etc/hostname", "sub/x.safetensors"])
+@pytest.mark.parametrize("shard", ["../elsewhere.safetensors", "{absolute}", "sub/elsewhere.safetensors"])
 def test_index_may_not_leave_its_folder(tmp_path: Path, shard: str) -> None:
-    make_tiny_llama(tmp_path, form="sharded")
-    edit_json(tmp_path / INDEX, lambda index: index["weight_map"].update({"model.norm.weight": shard}))  # type: ignore[attr-defined]
-    assert shard in refused(tmp_path)
+    """The file is there and holds the tensor: only its place is wrong."""
+    model_dir = make_tiny_llama(tmp_path / "model", form="sharded")
+    shard = shard.replace("{absolute}", str(tmp_path / "elsewhere.safetensors"))
+    (model_dir / "sub").mkdir()
+    save_file({"model.norm.weight": np.ones(64, np.float32)}, model_dir / shard)
+    edit_json(model_dir / INDEX, lambda index: index["weight_map"].update({"model.norm.weight": shard}))  # type: ignore[attr-defined]
+    assert f"same folder, given {shard}" in refused(model_dir)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"weight_map": {}}', '{"weight_map": {"a": 1}}', '{"weight_map": []}', "\xff"])

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from pddbridge.checkpoint import Checkpoint, open_checkpoint
 from pddbridge.checkpoint_gguf import unpermute
@@ -65,13 +64,14 @@ def test_spec_of_a_config(tmp_path: Path) -> None:
     assert (spec.rope_theta, spec.rms_norm_eps, spec.bos_token_id, spec.eos_token_ids) == (5e5, 1e-5, 1, (0, 2))
 
 
-def test_gguf_equals_transformers_reading_of_it(tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(make_tiny_llama(tmp_path, form="gguf", num_heads=6, num_kv_heads=3, head_dim=8))
-    parsed = load_gguf_checkpoint(str(tmp_path / "tiny.gguf"))["config"]
-    spec = checkpoint.spec
-    assert (spec.num_heads, spec.num_kv_heads) == (parsed["num_attention_heads"], parsed["num_key_value_heads"])
-    assert (spec.head_dim, spec.hidden_size) == (parsed["head_dim"], parsed["hidden_size"])
-    assert (spec.rope_theta, spec.vocab_size) == (parsed["rope_theta"], parsed["vocab_size"])
+@pytest.mark.parametrize("tie", [False, True])
+def test_gguf_equals_transformers_reading_of_it(tmp_path: Path, tie: bool) -> None:
+    checkpoint = open_checkpoint(make_tiny_llama(tmp_path, form="gguf", num_heads=6, num_kv_heads=3, head_dim=12, hidden=48, tie=tie))
+    expected = oracle.model(tmp_path).state_dict()
+    assert set(expected) - ({"lm_head.weight"} if tie else set()) == set(checkpoint.names)
+    for name in checkpoint.names:
+        np.testing.assert_array_equal(checkpoint.load(name), expected[name].numpy(), err_msg=name)
+    np.testing.assert_allclose(numpy_llama.logits(checkpoint, IDS), oracle.logits(tmp_path, IDS), atol=2e-4)
 
 
 @pytest.mark.parametrize(("dtype", "stored"), [("bfloat16", ml_dtypes.bfloat16), ("float16", np.float16), ("float32", np.float32)])

@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from pddbridge.checkpoint import open_checkpoint
 from tests.support import numpy_llama, oracle
@@ -72,12 +72,14 @@ def test_a_tied_model_has_one_digest(tmp_path: Path) -> None:
     assert tied != untied
 
 
-def test_a_head_that_differs_in_one_value_is_used(tmp_path: Path) -> None:
-    """The last value of the last row: no comparison of a sample would see it."""
-    path = make(tmp_path, "safetensors", says_tied=True, head="equal")
-    config = json.loads((path / "config.json").read_text())
-    tensors = tiny_tensors({**config, "tie_word_embeddings": False}, seed=0)
+@pytest.mark.parametrize("row", [0, 4097])
+def test_a_head_that_differs_in_one_value_is_used(tmp_path: Path, row: int) -> None:
+    """The comparison runs in pieces of 4096 rows: a difference in any of them counts."""
+    path = make_tiny_llama(tmp_path, tie=True, vocab=4098, hidden=32, num_layers=1)
+    tensors = load_file(path / "model.safetensors")
     tensors[HEAD] = tensors[EMBEDDING].copy()
-    tensors[HEAD][-1, -1] += 1.0
+    save_file(tensors, path / "model.safetensors")
+    assert open_checkpoint(path).spec.tie_embeddings
+    tensors[HEAD][row, -1] += 1.0
     save_file(tensors, path / "model.safetensors")
     assert not open_checkpoint(path).spec.tie_embeddings
