@@ -41,7 +41,7 @@ class PipelineDecision:
 
 
 def predict_kv_s(snapshot: PipelineSnapshot) -> float | None:
-    """Seconds until main's missing KV has arrived: a round trip (connect, acknowledge) plus bytes over goodput; 0 when nothing is missing."""
+    """Seconds until main's missing KV has arrived: a round trip (connect, acknowledge) plus bytes over goodput; 0 if nothing is missing."""
     if snapshot.main_miss_tokens == 0:
         return 0.0
     if snapshot.goodput_bytes_s is None:

@@ -77,15 +77,20 @@ class Coordinator:
         task = asyncio.create_task(self._run(request, timeline, deltas))
         self._running[request.request_id] = task
         self.metrics.running.set(len(self._running))
-        task.add_done_callback(lambda _: self._ended(request.request_id))
+        task.add_done_callback(lambda ended: self._ended(request.request_id, ended))
         try:
             while (delta := await deltas.get()) is not None:
                 yield delta
-            await task
+            await asyncio.wait({task})
+            if task.cancelled():
+                raise PddError(Code.UNAVAILABLE, "the service is shutting down")
+            task.result()
         finally:
             if not task.done():
                 task.cancel()
                 await asyncio.wait({task}, timeout=CANCEL_TIMEOUT_S)
+            if task.done():
+                self._ended(request.request_id, task)  # now, not when its callback gets its turn: the caller may ask for the next at once
 
     async def close(self) -> None:
         """Cancel what is running and wait, bounded, until every worker was told."""
@@ -114,8 +119,9 @@ class Coordinator:
             self.metrics.ended(outcome, timeline.build())
             deltas.put_nowait(None)
 
-    def _ended(self, request_id: str) -> None:
-        del self._running[request_id]
+    def _ended(self, request_id: str, task: asyncio.Task[None]) -> None:
+        if self._running.get(request_id) is task:
+            del self._running[request_id]
         self.metrics.running.set(len(self._running))
 
     def _admit(self, request: GenerationRequest) -> None:

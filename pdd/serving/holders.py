@@ -108,7 +108,9 @@ class Holders:
         end = self._deadline if until is None else min(until, self._deadline)
         while True:
             try:
-                holder, event = await asyncio.wait_for(self._inbox.get(), max(0.0, end - time.monotonic()))
+                # Not wait_for: before Python 3.12 it loses a cancellation that comes together with the event.
+                async with asyncio.timeout(max(0.0, end - time.monotonic())):
+                    holder, event = await self._inbox.get()
             except TimeoutError:
                 if time.monotonic() >= self._deadline:
                     raise PddError(Code.DEADLINE_EXCEEDED, f"not finished after {self._request.timeout_s:g} s") from None

@@ -71,6 +71,7 @@ class PrefillRun:
             prefilled_s=self._timeline.prefill_done_s,
             completed_s=self._timeline.now_s(),
             last_chunk_bytes=last_chunk_tokens * bytes_per_token,
+            rtt_s=target.worker.rtt_s,
         )
         links.observe(route, sample)
         link = "-".join(route)

@@ -169,9 +169,10 @@ class RequestRun:
                 self._push_failed(target, message)
             case Proposed():
                 self._proposed(holder, event)
-            case Ingested(length) if holder is self._main:
-                self._handoff.ingested(length)
-                self._advance()
+            case Ingested(length):
+                if holder is self._main:  # a relay says so too, when it is told to resume
+                    self._handoff.ingested(length)
+                    self._advance()
             case Sealed(length) if holder is self._relay:
                 self._relay_sealed(holder, length)
             case Failed():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Sequence
 
 import grpc
 import grpc.aio
 
+from pdd.errors import Code
 from pdd.serving.worker_events import Event, Failed, code_from_name, event_from_proto
 from pddbridge.rpc.gen import worker_pb2, worker_pb2_grpc
 
@@ -47,8 +49,10 @@ class WorkerStream:
                     return
         except grpc.aio.AioRpcError as error:
             if not self._closed:
-                code = code_from_name(error.code().name)
-                yield Failed(code, error.details() or error.code().name, died=code.name == "UNAVAILABLE")
+                # CANCELLED, and not by us: the worker's server is shutting down.
+                died = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+                code = Code.UNAVAILABLE if died else code_from_name(error.code().name)
+                yield Failed(code, error.details() or error.code().name, died)
             return
         except asyncio.CancelledError:
             # A call that we cancelled ourselves ends its readers this way; a reader that is cancelled from outside must see it.
@@ -56,10 +60,10 @@ class WorkerStream:
                 raise
             return
         except ValueError as error:
-            yield Failed(code_from_name("INTERNAL"), f"unreadable event: {error}", died=False)
+            yield Failed(Code.INTERNAL, f"unreadable event: {error}", died=False)
             return
         if not self._closed:
-            yield Failed(code_from_name("UNAVAILABLE"), "the worker ended the stream", died=True)
+            yield Failed(Code.UNAVAILABLE, "the worker ended the stream", died=True)
 
     def abort(self) -> None:
         """End the stream at once, without waiting for anything. May be called in any state, any number of times."""
@@ -74,9 +78,9 @@ class WorkerStream:
             self._closed = True
             self._commands.put_nowait(None)
             try:
-                await asyncio.wait_for(self._call.code(), CLOSE_TIMEOUT_S)
-            except TimeoutError:
-                pass
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                        await self._call.code()
             finally:
                 self._call.cancel()
 

@@ -1,0 +1,381 @@
+"""Workers without an engine: real gRPC servers on loopback that keep the Worker contract to the letter, with tokens from a given function.
+
+A transfer is a call inside this process, completed when the receiver's gate opens. Tests hold, break and count at every point; what a
+worker is told wrongly (a gap, a differing token, a reused request id) it reports as Failed, so that a wrong coordinator shows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+import grpc.aio
+
+from pdd.config import LaunchConfig, Role
+from pdd.serving.coordinator import Coordinator
+from pdd.serving.metrics import Metrics
+from pdd.serving.text.model import TextModel
+from pdd.serving.worker_pool import WorkerPool
+from pdd.topology import Address, Route, Topology, WorkerPlace
+from pddbridge.rpc.channel import bind, make_server
+from pddbridge.rpc.convert import params_from_proto, record_to_proto
+from pddbridge.rpc.gen import worker_pb2 as pb
+from pddbridge.rpc.gen import worker_pb2_grpc
+from pddbridge.sampling_params import SamplingParams, TokenRecord
+from pddbridge.stops import finish_reason
+
+TokenFunction = Callable[[Sequence[int], Sequence[int]], int]
+VOCAB_SIZE = 300
+KV_BYTES_PER_TOKEN = 100
+TICK_S = 0.001
+
+
+def record(params: SamplingParams, prompt_ids: Sequence[int], log_ids: Sequence[int], token: TokenFunction) -> TokenRecord:
+    """What every worker proposes for position ``len(log_ids)``: a function of request and log alone."""
+    chosen = token(prompt_ids, log_ids)
+    if params.num_logprobs is None:
+        return TokenRecord(chosen)
+    logprob = -(1.0 + len(log_ids)) / 8
+    top = tuple(((chosen + rank) % VOCAB_SIZE, logprob - rank) for rank in range(params.num_logprobs))
+    return TokenRecord(chosen, logprob, top)
+
+
+def opened(is_open: bool) -> asyncio.Event:
+    event = asyncio.Event()
+    if is_open:
+        event.set()
+    return event
+
+
+@dataclass
+class Script:
+    """How a worker behaves. Gates are open unless a test closes them. ``hit_tokens``: what its prefix cache holds of any prompt.
+
+    ``refuse``: (code, message) of a Failed instead of Reserved · ``fail_prefill``: Failed instead of Prefilled ·
+    ``break_at``: the stream breaks (as when the process dies) instead of proposing this position; only the first time ·
+    ``break_ingest``: it breaks when it is given tokens · ``wrong_at``: at this position it proposes a token for the position before ·
+    ``push_fails``: what is pushed to it is refused.
+    """
+
+    hit_tokens: int = 0
+    max_rows: int = 8
+    max_context_tokens: int = 256
+    fingerprint: str = "same"
+    refuse: tuple[str, str] | None = None
+    fail_prefill: tuple[str, str] | None = None
+    break_at: int | None = None
+    break_ingest: bool = False
+    wrong_at: int | None = None
+    ignore_seal: bool = False
+    step_s: float = TICK_S
+    reserve_gate: asyncio.Event = field(default_factory=lambda: opened(True))
+    prefill_gate: asyncio.Event = field(default_factory=lambda: opened(True))
+    kv_gate: asyncio.Event = field(default_factory=lambda: opened(True))
+    push_fails: bool = False
+
+
+class Row:
+    """One attach on one worker."""
+
+    def __init__(self, worker: ScriptedWorker, command: pb.Open) -> None:
+        self.worker = worker
+        self.command = command
+        self.prompt = list(command.prompt_ids)
+        self.params = params_from_proto(command.sampling, VOCAB_SIZE)
+        self.log = list(command.log_ids)
+        self.decode = command.decode
+        self.cap = command.max_propose_tokens if command.HasField("max_propose_tokens") else None
+        self.sealed = False
+        self.kv_here = asyncio.Event()
+        self.changed = asyncio.Event()
+        self.events: asyncio.Queue[pb.WorkerEvent | None] = asyncio.Queue()
+        self.broken = False
+
+    def emit(self, **event: object) -> None:
+        self.events.put_nowait(pb.WorkerEvent(**event))
+
+    def fail(self, code: str, message: str) -> None:
+        self.emit(failed=pb.Failed(code=code, message=message))
+        self.events.put_nowait(None)
+
+    def die(self) -> None:
+        self.broken = True
+        self.events.put_nowait(None)
+
+    async def ingest(self, command: pb.Ingest) -> None:
+        if self.worker.script.break_ingest and command.token_ids:
+            self.worker.script.break_ingest = False
+            self.die()
+            return
+        if command.position > len(self.log):
+            self.fail("INTERNAL", f"ingest at {command.position}, the log has {len(self.log)}")
+            return
+        for offset, token_id in enumerate(command.token_ids):
+            position = command.position + offset
+            if position < len(self.log) and self.log[position] != token_id:
+                self.fail("INTERNAL", f"ingest differs at {position}")
+                return
+            if position == len(self.log):
+                self.log.append(token_id)
+        self.worker.ingests.append((command.position, tuple(command.token_ids), command.decode))
+        await self.kv_here.wait()
+        self.emit(ingested=pb.Ingested(length=len(self.log)))
+        if command.decode:
+            self.decode, self.sealed = True, False
+        self.changed.set()
+
+    def seal(self) -> None:
+        if not self.worker.script.ignore_seal:
+            self.sealed = True
+            self.emit(sealed=pb.Sealed(length=len(self.log)))
+
+    async def propose(self) -> None:
+        script = self.worker.script
+        await self.kv_here.wait()
+        while finish_reason(self.params, self.log) is None:
+            self.changed.clear()
+            if not self.decode or self.sealed:
+                await self.changed.wait()
+                continue
+            if self.cap is not None and len(self.log) >= self.cap:
+                self.sealed = True
+                self.emit(sealed=pb.Sealed(length=len(self.log)))
+                continue
+            if script.break_at == len(self.log):
+                script.break_at = None
+                self.die()
+                return
+            await asyncio.sleep(script.step_s)
+            if self.sealed:
+                continue
+            chosen = record(self.params, self.prompt, self.log, self.worker.token)
+            position = len(self.log)
+            if script.wrong_at == position:
+                position -= 1
+            self.log.append(chosen.token_id)
+            self.worker.proposed += 1
+            self.emit(tokens=pb.Tokens(position=position, records=[record_to_proto(chosen)]))
+
+
+class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
+    """``rows``: what is held now · ``opens``, ``ingests``: everything ever asked · ``computed_prompt_tokens``: prompt KV computed."""
+
+    def __init__(self, name: str, role: Role, site: str, kv_port: int, cluster: Cluster) -> None:
+        self.name, self.role, self.site = name, role, site
+        self.kv_port = kv_port
+        self.cluster = cluster
+        self.script = Script()
+        self.rows: dict[str, Row] = {}
+        self.incoming: dict[int, Row] = {}
+        self.num_outgoing = 0
+        self.opens: list[pb.Open] = []
+        self.ingests: list[tuple[int, tuple[int, ...], bool]] = []
+        self.proposed = 0
+        self.computed_prompt_tokens = 0
+        self.received_bytes = 0
+        self.epoch = 1
+        self.port = 0
+        self._next_transfer = 1
+        self._server: grpc.aio.Server | None = None
+
+    @property
+    def token(self) -> TokenFunction:
+        return self.cluster.token
+
+    @property
+    def idle(self) -> bool:
+        return not self.rows and not self.incoming and self.num_outgoing == 0
+
+    async def start(self) -> None:
+        self._server = make_server()
+        worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
+        self.port = bind(self._server, "127.0.0.1", self.port)
+        await self._server.start()
+
+    async def kill(self) -> None:
+        assert self._server is not None
+        await self._server.stop(grace=None)
+
+    async def Info(self, request: pb.InfoRequest, context: grpc.aio.ServicerContext) -> pb.WorkerInfo:  # noqa: N802
+        return pb.WorkerInfo(
+            name=self.name,
+            engine="scripted",
+            epoch=self.epoch,
+            fingerprint=self.script.fingerprint,
+            model_name="scripted",
+            ready=True,
+            max_context_tokens=self.script.max_context_tokens,
+            kv_bytes_per_token=self.cluster.kv_bytes_per_token,
+            vocab_size=VOCAB_SIZE,
+            kv_dtype="float32",
+            max_rows=self.script.max_rows,
+        )
+
+    async def Attach(  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.WorkerCommand], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.WorkerEvent]:
+        first = await anext(aiter(request_iterator), None)
+        if first is None:
+            return
+        command = first.open
+        self.opens.append(command)
+        if command.request_id in self.rows:
+            yield pb.WorkerEvent(failed=pb.Failed(code="INTERNAL", message=f"request id {command.request_id} is in use"))
+            return
+        row = self.rows[command.request_id] = Row(self, command)
+        tasks = [asyncio.create_task(self._commands(row, request_iterator)), asyncio.create_task(self._work(row))]
+        try:
+            while (event := await row.events.get()) is not None:
+                yield event
+            if row.broken:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "connection reset")
+        finally:
+            for task in tasks:
+                task.cancel()
+            del self.rows[command.request_id]
+            for transfer_id in [t for t, r in self.incoming.items() if r is row]:
+                del self.incoming[transfer_id]
+
+    async def _commands(self, row: Row, request_iterator: AsyncIterator[pb.WorkerCommand]) -> None:
+        async for command in request_iterator:
+            if command.HasField("ingest"):
+                await row.ingest(command.ingest)
+            elif command.HasField("seal"):
+                row.seal()
+        row.events.put_nowait(None)
+
+    async def _work(self, row: Row) -> None:
+        await self.script.reserve_gate.wait()
+        if self.script.refuse is not None:
+            row.fail(*self.script.refuse)
+            return
+        needed = len(row.prompt) - 1
+        hit = min(self.script.hit_tokens, needed)
+        if row.command.kv_source == pb.KV_SOURCE_TRANSFER:
+            transfer_id = 0
+            if hit < needed:
+                transfer_id = self._next_transfer
+                self._next_transfer += 1
+                self.incoming[transfer_id] = row
+            row.emit(reserved=pb.Reserved(hit_tokens=hit, transfer_id=transfer_id, epoch=self.epoch))
+            if not transfer_id:
+                row.emit(kv_complete=pb.KvComplete())
+                row.kv_here.set()
+            await row.propose()
+            return
+        row.emit(reserved=pb.Reserved(hit_tokens=hit, epoch=self.epoch))
+        await self.script.prefill_gate.wait()
+        if self.script.fail_prefill is not None:
+            row.fail(*self.script.fail_prefill)
+            return
+        self.computed_prompt_tokens += needed - hit
+        row.kv_here.set()
+        row.emit(prefilled=pb.Prefilled(computed_tokens=needed - hit))
+        pushes = [self._push(row, target) for target in row.command.push_to]
+        await asyncio.gather(row.propose(), *pushes)
+
+    async def _push(self, row: Row, target: pb.PushTarget) -> None:
+        self.num_outgoing += 1
+        try:
+            receiver = self.cluster.by_kv_port(target.port)
+            tokens = len(row.prompt) - 1 - target.first_token
+            await receiver.script.kv_gate.wait()
+            incoming = receiver.incoming.pop(target.transfer_id, None)
+            if incoming is None or target.epoch != receiver.epoch or receiver.script.push_fails:
+                row.emit(failed=pb.Failed(code="UNAVAILABLE", message="transfer refused", target=target.target))
+                return
+            num_bytes = tokens * self.cluster.kv_bytes_per_token
+            receiver.received_bytes += num_bytes
+            incoming.emit(kv_complete=pb.KvComplete(received_tokens=tokens, received_bytes=num_bytes))
+            incoming.kv_here.set()
+            row.emit(pushed=pb.Pushed(target=target.target, tokens=tokens, bytes=num_bytes))
+        finally:
+            self.num_outgoing -= 1
+
+
+class Cluster:
+    """One prefill, one relay and one main worker (or more), and a coordinator in front of them."""
+
+    def __init__(
+        self, token: TokenFunction, roles: Sequence[tuple[str, Role, str]], policy: dict[str, object], serving: dict[str, object]
+    ) -> None:
+        self.token = token
+        self.kv_bytes_per_token = KV_BYTES_PER_TOKEN
+        self.workers = [ScriptedWorker(name, role, site, 40000 + index, self) for index, (name, role, site) in enumerate(roles)]
+        self.config = LaunchConfig.model_validate(
+            {
+                "model": "scripted",
+                "sites": ["a", "b"],
+                "links": [{"between": ["a", "b"], "emulate": {"rate_mbit_s": 40, "rtt_ms": 10}}],
+                "workers": [
+                    {
+                        "name": w.name,
+                        "role": w.role,
+                        "site": w.site,
+                        "engine": "torch",
+                        "page_size": 16,
+                        "num_pages": 64,
+                        "max_context_tokens": 256,
+                    }
+                    for w in self.workers
+                ],
+                "serving": {"site": "a", "allow_override": True, **serving},
+                "policy": policy,
+            }
+        )
+
+    def worker(self, role: Role) -> ScriptedWorker:
+        return next(w for w in self.workers if w.role == role)
+
+    def by_kv_port(self, port: int) -> ScriptedWorker:
+        return next(w for w in self.workers if w.kv_port == port)
+
+    @property
+    def topology(self) -> Topology:
+        places = []
+        for w in self.workers:
+            control, kv = Address("127.0.0.1", w.port), Address("127.0.0.1", w.kv_port)
+            places.append(WorkerPlace(w.name, w.role, w.site, control, kv, tuple(Route(site, control, kv) for site in ("a", "b"))))
+        return Topology(tuple(places), Address("127.0.0.1", 1), Address("127.0.0.1", 2))
+
+    async def wait_idle(self) -> None:
+        """Every worker has let go of everything. Raises TimeoutError naming what is still held."""
+        for _ in range(1000):
+            if all(w.idle for w in self.workers):
+                return
+            await asyncio.sleep(TICK_S)
+        raise TimeoutError({w.name: (list(w.rows), list(w.incoming), w.num_outgoing) for w in self.workers})
+
+
+THREE_WORKERS: tuple[tuple[str, Role, str], ...] = (("prefill-0", "prefill", "a"), ("relay-0", "relay", "a"), ("main-0", "main", "b"))
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    token: TokenFunction,
+    *,
+    roles: Sequence[tuple[str, Role, str]] = THREE_WORKERS,
+    policy: dict[str, object] | None = None,
+    serving: dict[str, object] | None = None,
+    scripts: dict[str, Script] | None = None,
+    text_model: TextModel | None = None,
+    kv_bytes_per_token: int = KV_BYTES_PER_TOKEN,
+) -> AsyncIterator[tuple[Cluster, Coordinator]]:
+    """A running cluster and its coordinator. On leaving, every worker must be idle and the coordinator must run nothing."""
+    cluster = Cluster(token, roles, policy or {}, serving or {})
+    cluster.kv_bytes_per_token = kv_bytes_per_token
+    async with contextlib.AsyncExitStack() as stack:
+        for worker in cluster.workers:
+            worker.script = (scripts or {}).get(worker.name, worker.script)
+            await worker.start()
+            stack.push_async_callback(worker.kill)
+        pool = await WorkerPool.connect(cluster.topology, "a", timeout_s=5.0)
+        stack.push_async_callback(pool.close)
+        coordinator = Coordinator(cluster.config, pool, text_model, Metrics())
+        stack.push_async_callback(coordinator.close)
+        yield cluster, coordinator
+        await cluster.wait_idle()
+        assert coordinator.num_running == 0
+        assert all(worker.num_held == 0 for worker in pool.workers)

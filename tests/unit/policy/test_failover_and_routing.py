@@ -1,0 +1,57 @@
+"""Who goes on after a loss, and who takes a new request."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from pdd.policy.failover import FailoverSnapshot, plan_failover
+from pdd.policy.routing import WorkerLoad, least_loaded
+
+
+@pytest.mark.parametrize(
+    ("main", "relay", "prefill", "can", "main_died", "source", "recompute"),
+    [
+        ("awaiting", "none", True, True, False, "main", False),  # the relay died: main's KV is on its way
+        ("ready", "none", False, True, False, "main", False),
+        ("awaiting", "none", False, True, False, "nobody", True),  # prefill died in direct
+        ("awaiting", "awaiting", False, True, False, "nobody", True),  # prefill died before the relay had its KV
+        ("awaiting", "ready", False, True, False, "relay", True),  # ... after: the relay feeds the user, main computes
+        ("none", "ready", False, True, True, "relay", False),  # main died: the relay just goes on
+        ("none", "awaiting", True, True, True, "relay", False),
+        ("none", "ready", True, True, False, "relay", True),  # only the transfer to main failed
+        ("none", "ready", False, False, True, "nobody", True),  # the relay has reached its limit
+        ("none", "none", False, True, True, "nobody", True),
+        ("ready", "ready", False, True, False, "relay", False),  # nothing of use was lost
+    ],
+)
+def test_failover(main: str, relay: str, prefill: bool, can: bool, main_died: bool, source: str, recompute: bool) -> None:
+    plan = plan_failover(FailoverSnapshot(main, relay, prefill, can), main_died)
+    assert (plan.source, plan.recompute) == (source, recompute)
+
+
+def test_nobody_is_named_a_source_that_cannot_get_its_kv() -> None:
+    for main, relay, prefill, can, died in itertools.product(
+        ("none", "awaiting", "ready"), ("none", "awaiting", "ready"), *[(True, False)] * 3
+    ):
+        plan = plan_failover(FailoverSnapshot(main, relay, prefill, can), died)
+        state = {"main": main, "relay": relay, "nobody": "ready"}[plan.source]
+        assert state == "ready" or (state == "awaiting" and prefill)
+        assert plan.source != "relay" or can
+        assert plan.recompute == (plan.source == "nobody") or plan.source == "relay"
+
+
+def test_least_loaded_counts_shares_of_rows_and_skips_what_is_not_ready() -> None:
+    workers = [
+        WorkerLoad("m0", "main", True, 4, 16),
+        WorkerLoad("m1", "main", True, 3, 8),
+        WorkerLoad("m2", "main", False, 0, 8),
+        WorkerLoad("r0", "relay", True, 0, 8),
+    ]
+    assert least_loaded(workers, "main").name == "m0"
+    assert least_loaded(workers, "main", frozenset({"m0"})).name == "m1"
+    assert least_loaded(workers, "main", frozenset({"m0", "m1"})) is None
+    assert least_loaded(workers, "prefill") is None
+    ties = [WorkerLoad(name, "main", True, 1, 4) for name in ("b", "a")]
+    assert least_loaded(ties, "main").name == "a"
