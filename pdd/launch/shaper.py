@@ -35,6 +35,7 @@ class Flow:
         self.deliver = deliver
         self.waiting: deque[bytes] = deque()
         self.waiting_bytes = 0
+        self.in_flight: deque[bytes] = deque()
         self.in_flight_bytes = 0
         self.last_due_s = 0.0
         self.closed = False
@@ -98,6 +99,7 @@ class Direction:
                 continue
             piece = flow.waiting.popleft()
             flow.waiting_bytes -= len(piece)
+            flow.in_flight.append(piece)
             flow.in_flight_bytes += len(piece)
             if flow.waiting:
                 self._ready.append(flow)
@@ -105,12 +107,14 @@ class Direction:
             self._bytes_carried += len(piece)
             due_s = max(line_free_s + self.delay_s + self._random.uniform(0.0, self._jitter_s), flow.last_due_s)
             flow.last_due_s = due_s
-            loop.call_at(due_s, self._deliver, flow, piece)
+            loop.call_at(due_s, self._deliver_next, flow)
             if line_free_s - loop.time() > _SLEEP_GRAIN_S:
                 await asyncio.sleep(line_free_s - loop.time())
 
     @staticmethod
-    def _deliver(flow: Flow, piece: bytes) -> None:
+    def _deliver_next(flow: Flow) -> None:
+        # The oldest piece, not the one this timer was set for: the event loop does not keep the order of timers that are due together.
+        piece = flow.in_flight.popleft()
         flow.in_flight_bytes -= len(piece)
         if not flow.closed:
             flow.deliver(piece)

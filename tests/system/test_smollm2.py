@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM
 
 from pdd.launch.local import Deployment
 from pdd.serving.text.model import TextModel
 from pddbridge.sampling_params import SamplingParams
 from tests.support.clients import body_of, complete_all
 from tests.support.deployments import assert_idle, launch_config, single_engine_runs, worker_address
+from tests.support.oracle import model as oracle_model
 from tests.system.conftest import Running
 
 pytestmark = [pytest.mark.system, pytest.mark.smollm2, pytest.mark.timeout(900)]
@@ -50,9 +51,8 @@ def text(smollm2_dir: Path) -> TextModel:
 
 
 @pytest.fixture(scope="module")
-def oracle(smollm2_dir: Path) -> PreTrainedModel:
-    (gguf_file,) = smollm2_dir.glob("*.gguf")
-    return AutoModelForCausalLM.from_pretrained(smollm2_dir, gguf_file=gguf_file.name, dtype=torch.float32).eval()
+def oracle(smollm2_dir: Path) -> LlamaForCausalLM:
+    return oracle_model(smollm2_dir)
 
 
 def prompts_of(text: TextModel) -> list[list[int]]:
@@ -61,7 +61,7 @@ def prompts_of(text: TextModel) -> list[list[int]]:
 
 
 def test_greedy_equals_transformers_generate(
-    running: Running, text: TextModel, oracle: PreTrainedModel, capsys: pytest.CaptureFixture[str]
+    running: Running, text: TextModel, oracle: LlamaForCausalLM, capsys: pytest.CaptureFixture[str]
 ):
     prompts = prompts_of(text)
     params = SamplingParams(seed=0, max_tokens=64, temperature=0.0, ignore_eos=True)

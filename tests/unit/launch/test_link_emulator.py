@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -73,6 +74,16 @@ async def test_round_trip_is_the_configured_one_and_content_survives():
         assert await reader.readexactly(len(payload)) == payload
         took = asyncio.get_running_loop().time() - started
     assert 0.08 <= took < 0.6
+
+
+async def test_jitter_never_reorders_a_flow():
+    """Jitter far above the time between quanta makes many of them due at the same instant."""
+    payload = random.Random(1).randbytes(400_000)
+    async with proxied(echo, EmulatedLink(rate_mbit_s=1000.0, rtt_ms=2.0, jitter_ms=20.0)) as (address, _):
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        writer.write(payload)
+        assert await reader.readexactly(len(payload)) == payload
+        writer.close()
 
 
 async def test_a_small_message_does_not_wait_for_a_bulk_flow():
