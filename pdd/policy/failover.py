@@ -11,14 +11,11 @@ HolderState = Literal["none", "awaiting", "ready"]
 
 @dataclass(frozen=True)
 class FailoverSnapshot:
-    """State after the loss. ``prefill_alive``: prefill still sends. ``relay_can_propose``: False when the relay has reached a limit that it
-    was opened with.
-    """
+    """State after the loss. ``prefill_alive``: prefill still sends."""
 
     main: HolderState
     relay: HolderState
     prefill_alive: bool
-    relay_can_propose: bool
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ def plan_failover(snapshot: FailoverSnapshot, main_died: bool) -> Failover:
     def usable(state: HolderState) -> bool:
         return state == "ready" or (state == "awaiting" and snapshot.prefill_alive)
 
-    relay = usable(snapshot.relay) and snapshot.relay_can_propose
+    relay = usable(snapshot.relay)
     main = usable(snapshot.main)
     if relay:
         return Failover("relay", recompute=not main and not main_died)

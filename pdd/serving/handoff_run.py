@@ -81,8 +81,9 @@ class HandoffRun:
         self.seal_deadline = None
 
     def resume_relay(self, relay: Holder, log_ids: Sequence[int]) -> None:
-        """There is no main to take over: the sealed relay proposes again, from the end of the log."""
+        """There is no main to take over: the sealed relay proposes again, from the end of the log, and past its limit."""
         self.relay_sealed = False
+        self._relay_limit = None
         relay.stream.ingest(len(log_ids), (), decode=True)
 
     def relay_gone(self) -> None:

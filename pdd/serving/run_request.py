@@ -74,9 +74,8 @@ class RequestRun:
             reserved = await reserve(self._pool, self._holders, may_relay, self._relay_limit)
             self._choose(reserved)
             self._start_prefill()
-            if self._relay is not None:
-                for holder, event in reserved.early:
-                    self._on_event(holder, event)
+            for holder, event in reserved.early:
+                self._on_event(holder, event)
             while self._acceptor.finish_reason is None:
                 item = await self._holders.next(self._handoff.seal_deadline)
                 if item is None:
@@ -248,11 +247,7 @@ class RequestRun:
             return
         self._handoff.sealed()
         if self._main is None:
-            if self._relay_can_propose:
-                self._handoff.resume_relay(relay, self._acceptor.log.ids)
-            else:
-                self._lost(relay, Failed(Code.UNAVAILABLE, f"was opened for {length} tokens and there is no main", died=False))
-            return
+            self._handoff.resume_relay(relay, self._acceptor.log.ids)
         self._advance()
 
     def _advance(self) -> None:
@@ -292,7 +287,7 @@ class RequestRun:
         self._count_fallback(reason, cause)
         log_ids = self._acceptor.log.ids
         sends = self._prefill is not None and self._prefill.sends
-        snapshot = FailoverSnapshot(_state(self._main), _state(self._relay), sends, self._relay_can_propose)
+        snapshot = FailoverSnapshot(_state(self._main), _state(self._relay), sends)
         plan = plan_failover(snapshot, main_died)
         if plan.source == "relay":
             if self._handoff.relay_sealed and self._relay is not None:
@@ -338,10 +333,6 @@ class RequestRun:
     @property
     def _prompt_tokens(self) -> int:
         return len(self._request.prompt_ids)
-
-    @property
-    def _relay_can_propose(self) -> bool:
-        return self._relay_limit is None or len(self._acceptor.log) < self._relay_limit
 
 
 def _state(holder: Holder | None) -> HolderState:

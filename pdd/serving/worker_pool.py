@@ -133,7 +133,7 @@ class WorkerPool:
             await asyncio.sleep(WATCH_INTERVAL_S)
             try:
                 info = await _ask(worker.stub, worker.rtts_s)
-                if info.epoch != worker.info.epoch:
+                if info.ready and info.epoch != worker.info.epoch:
                     check_fit([other.info for other in self.workers if other is not worker] + [info])
             except grpc.aio.AioRpcError as error:
                 if worker.ready:
@@ -146,8 +146,9 @@ class WorkerPool:
             else:
                 if not worker.ready and info.ready:
                     _log.info("worker %s is ready again, epoch %d", worker.name, info.epoch)
-                worker.info = info
                 worker.ready = info.ready
+                if info.ready:  # one that still loads does not know itself yet
+                    worker.info = info
 
 
 def check_fit(infos: list[worker_pb2.WorkerInfo]) -> None:

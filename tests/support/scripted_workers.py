@@ -124,6 +124,8 @@ class Row:
         self.emit(ingested=pb.Ingested(length=len(self.log)))
         if command.decode:
             self.decode, self.sealed = True, False
+            if self.cap is not None and len(self.log) >= self.cap:
+                self.cap = None
         self.changed.set()
 
     def seal(self) -> None:

@@ -113,9 +113,11 @@ async def test_main_dies_when_it_is_given_the_log_and_the_relay_resumes(k: int) 
         request = make_request(handoff_at=k)
         outcome = await collect(coordinator, request)
         check(outcome, request)
-        assert fallbacks(coordinator)["main_lost"] == 1
-        assert outcome.timeline.fallbacks == sum(fallbacks(coordinator).values())
+        assert fallbacks(coordinator) == {"main_lost": 1}
+        assert outcome.timeline.fallbacks == 1
+        assert set(outcome.origins) == {"relay"}
         assert cluster.worker("relay").opens[0].max_propose_tokens == k
+        assert len(cluster.worker("relay").opens) == 1
 
 
 async def test_main_dies_during_a_handoff_without_a_limit_and_the_relay_resumes() -> None:
