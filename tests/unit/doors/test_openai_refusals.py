@@ -18,6 +18,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hello"}]
+WHOLE = b'{"prompt": "x", "messages": [{"role": "user", "content": "x"}], %s}'
 
 
 def ask(path: str, **fields: object) -> dict[str, object]:
@@ -51,16 +52,19 @@ async def refused(doors: Doors, path: str, body: object, status: int = 400) -> d
         b"[" * 50_000,
         b'{"seed": ' + b"9" * 6_000 + b"}",
         b'{"prompt": "\\ud800", "messages": [{"role": "user", "content": "\\udfff"}]}',
-        b'{"prompt": "\xed\xa0\x80"}',
-        b'{"temperature": NaN}',
-        b'{"temperature": Infinity}',
-        b'{"temperature": -Infinity}',
+        WHOLE % b'"user": "\xed\xa0\x80"',
+        WHOLE % b'"unknown": NaN',
+        WHOLE % b'"temperature": Infinity',
+        WHOLE % b'"temperature": -Infinity',
+        WHOLE % b'"user": "\\ud800"',
+        WHOLE % b'"user": "\\udc00x"',
     ],
     ids=lambda body: body[:24].decode("latin-1"),
 )
 async def test_bodies_that_are_no_json_object(doors: Doors, path: str, body: bytes) -> None:
     error = await refused(doors, path, body)
     assert error["type"] == "invalid_request_error"
+    assert "JSON" in str(error["message"])
 
 
 BAD_NUMBERS = {
