@@ -218,16 +218,16 @@ class Executor:
             return
         request = self._requests.get(command.request_id)
         if request is None or request.phase is not Phase.RECEIVING:
-            command.done.set_exception(LookupError(f"request {command.request_id!r} awaits no KV"))
+            m.fail(command.done, LookupError(f"request {command.request_id!r} awaits no KV"))
             return
         try:
             self._engine.write_kv(np.array(request.pages, dtype=np.int32), command.block)
         except Exception as error:
             logger.exception("request %s: write_kv failed", command.request_id)
-            command.done.set_exception(error)
+            m.fail(command.done, error)
             self._fail(request, Code.INTERNAL, f"placing received KV failed: {error}")
             return
-        command.done.set_result(None)
+        m.resolve(command.done, None)
 
     def _transfer_complete(self, request: RequestState, num_bytes: int) -> None:
         assert request.phase is Phase.RECEIVING, f"request {request.request_id!r} is {request.phase}, its transfer completed"

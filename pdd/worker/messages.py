@@ -17,14 +17,18 @@ T = TypeVar("T")
 
 def resolve(reply: Future[T], value: T) -> None:
     """Answer, unless who asked no longer waits."""
-    if reply.set_running_or_notify_cancel():
+    if _awaited(reply):
         reply.set_result(value)
 
 
 def fail(reply: Future[T], error: BaseException) -> None:
-    """Answer with ``error``, unless who asked no longer waits."""
-    if reply.set_running_or_notify_cancel():
+    """Answer with ``error``, unless who asked has an answer or no longer waits."""
+    if _awaited(reply):
         reply.set_exception(error)
+
+
+def _awaited(reply: Future[T]) -> bool:
+    return not reply.done() and (reply.running() or reply.set_running_or_notify_cancel())
 
 
 @dataclass(frozen=True)

@@ -167,10 +167,14 @@ class StepLoop:
             with self._wake:
                 if not self._inbox or (placed_bytes > _PLACE_BYTES_PER_STEP and executor.has_rows()):
                     return
-                command = self._inbox.popleft()
+                command = self._inbox[0]
+            if isinstance(command, m.CloseRequest):
+                self._flush()  # or a request that reuses the id could be told what happened to this one
             executor.handle(command)
             if isinstance(command, m.PlaceKV):
                 placed_bytes += command.block.values.nbytes
+            with self._wake:
+                self._inbox.popleft()  # only now: a crash answers what is left, the command it came from included
 
     def _emit(self, request_id: str, event: m.Event) -> None:
         self._events.append((request_id, event))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import numpy as np
 
@@ -30,10 +31,12 @@ def kv_of(plane: str, position: int, token_id: int) -> np.ndarray:
 
 def expected_token(tokens: Sequence[int], position: int) -> int:
     """What the engine samples at log ``position`` after ``tokens`` (prompt and log so far)."""
-    total = position * 17
-    for at, token_id in enumerate(tokens):
-        total += (at + 1) * int(kv_of("k", at, token_id).sum() + 2 * kv_of("v", at, token_id).sum())
-    return total % VOCAB
+    return (position * 17 + sum((at + 1) * _checksum(at, token_id) for at, token_id in enumerate(tokens))) % VOCAB
+
+
+@cache
+def _checksum(position: int, token_id: int) -> int:
+    return int(kv_of("k", position, token_id).sum() + 2 * kv_of("v", position, token_id).sum())
 
 
 def expected_log(prompt: Sequence[int], length: int) -> list[int]:
@@ -144,10 +147,15 @@ class FakeEngine:
         self._check_thread()
         return EngineStats(0, len(self.steps), {})
 
+    def pages(self, plane: str) -> np.ndarray:
+        """The stored pages of a plane, for looking at."""
+        return self._pages[plane]
+
     def _sample(self, table: np.ndarray, length: int, position: int) -> int:
-        total = position * 17.0
-        for at in range(length):
-            total += (at + 1) * float(self._slot("k", table, at).sum() + 2 * self._slot("v", table, at).sum())
+        at = np.arange(length)
+        where = table[at // self._config.page_size], at % self._config.page_size
+        sums = {plane: pages[where].sum(axis=(1, 2, 3), dtype=np.float64) for plane, pages in self._pages.items()}
+        total = position * 17 + float(((at + 1) * (sums["k"] + 2 * sums["v"])).sum())
         if np.isnan(total):
             raise RuntimeError(f"step: read a slot that nobody wrote among {length} positions of pages {table.tolist()}")
         return int(total) % VOCAB

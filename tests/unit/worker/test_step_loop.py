@@ -1,0 +1,185 @@
+"""The step thread: commands in, events out, no spinning, and nobody left waiting when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from pdd.errors import Code
+from pdd.worker import messages as m
+from pdd.worker.step_loop import Events, StepLoop, StepLoopEndedError
+from pddbridge.engine import KVBlock
+from pddbridge.kv_spec import HeadRange, LayerRange, TokenRange
+from pddbridge.sampling_params import SamplingParams
+from tests.support.fake_engine import FakeEngine, expected_log
+
+PROMPT = tuple(range(40, 63))
+
+
+class Inbox:
+    """Collects events; ``until`` waits for one that fits."""
+
+    def __init__(self) -> None:
+        self.events: Events = []
+        self.crashes: list[BaseException] = []
+        self._more = asyncio.Event()
+
+    def deliver(self, events: Events) -> None:
+        self.events += events
+        self._more.set()
+
+    def crashed(self, error: BaseException) -> None:
+        self.crashes.append(error)
+        self._more.set()
+
+    async def until(self, kind: type[m.Event]) -> m.Event:
+        async with asyncio.timeout(10):
+            while True:
+                self._more.clear()
+                for _, event in self.events:
+                    if isinstance(event, kind):
+                        return event
+                await self._more.wait()
+
+    def log(self) -> list[int]:
+        return [record.token_id for _, event in self.events if isinstance(event, m.Tokens) for record in event.records]
+
+
+def start(inbox: Inbox, engine: FakeEngine | None = None) -> StepLoop:
+    loop = StepLoop(lambda: engine or FakeEngine(), asyncio.get_running_loop(), inbox.deliver, inbox.crashed)
+    loop.start()
+    return loop
+
+
+async def stop(loop: StepLoop) -> None:
+    loop.stop()
+    assert await asyncio.to_thread(loop.join, 10.0)
+
+
+def opening(deadline_s: float = 60.0, transfer: bool = False) -> m.OpenRequest:
+    params = SamplingParams(seed=1, max_tokens=8)
+    return m.OpenRequest("r", "t", PROMPT, (), params, transfer, True, None, (), time.monotonic() + deadline_s)
+
+
+def block() -> KVBlock:
+    return KVBlock("k", LayerRange(0, 2), TokenRange(0, 1), HeadRange(0, 3), np.zeros((2, 1, 3, 4), np.float32))
+
+
+async def test_a_request_runs_to_its_end_and_gives_its_pages_back() -> None:
+    inbox = Inbox()
+    loop = start(inbox)
+    facts = await asyncio.wrap_future(loop.ready)
+    assert (facts.engine, facts.spec.vocab_size) == ("fake", 300)
+    loop.submit(opening())
+    while len(inbox.log()) < 8:
+        await asyncio.sleep(0.005)
+    assert inbox.log() == expected_log(PROMPT, 8)
+    await loop.close("r")
+    await loop.close("r")
+    snapshot = await loop.snapshot()
+    assert (snapshot.pages.pinned, snapshot.num_requests) == (0, 0)
+    await stop(loop)
+
+
+async def test_an_idle_loop_burns_no_processor_time() -> None:
+    inbox = Inbox()
+    loop = start(inbox)
+    loop.submit(opening(transfer=True))
+    await inbox.until(m.Reserved)
+    before_s = time.process_time()
+    await asyncio.sleep(0.3)
+    assert time.process_time() - before_s < 0.1
+    await stop(loop)
+
+
+async def test_a_deadline_wakes_the_sleeping_thread() -> None:
+    inbox = Inbox()
+    loop = start(inbox)
+    started_s = time.monotonic()
+    loop.submit(opening(deadline_s=0.2, transfer=True))
+    failed = await inbox.until(m.Failed)
+    assert isinstance(failed, m.Failed)
+    assert failed.code is Code.DEADLINE_EXCEEDED
+    assert 0.2 <= time.monotonic() - started_s < 1.2
+    await stop(loop)
+
+
+async def test_an_engine_that_does_not_start_is_told_to_who_waits() -> None:
+    def broken() -> FakeEngine:
+        raise ValueError("no such model")
+
+    inbox = Inbox()
+    loop = StepLoop(broken, asyncio.get_running_loop(), inbox.deliver, inbox.crashed)
+    loop.start()
+    with pytest.raises(ValueError, match="no such model"):
+        await asyncio.wrap_future(loop.ready)
+    with pytest.raises(StepLoopEndedError):
+        await loop.snapshot()
+    await loop.close("r")
+    assert not inbox.crashes
+
+
+async def test_a_crash_is_told_and_nobody_waits_for_ever() -> None:
+    class Broken(FakeEngine):
+        def stats(self) -> object:  # type: ignore[override]
+            if self.steps:
+                raise SystemError("memory corrupted")
+            return super().stats()
+
+    inbox = Inbox()
+    loop = start(inbox, Broken())
+    await asyncio.wrap_future(loop.ready)
+    loop.submit(opening())
+    await inbox.until(m.Tokens)
+    crashing = asyncio.create_task(loop.snapshot())
+    closing = asyncio.create_task(loop.close("r"))
+    with pytest.raises(SystemError, match="memory corrupted"):
+        await asyncio.wait_for(crashing, 10)
+    await asyncio.wait_for(closing, 10)
+    async with asyncio.timeout(10):
+        while not inbox.crashes:
+            await asyncio.sleep(0.005)
+    assert [str(error) for error in inbox.crashes] == ["memory corrupted"]
+    with pytest.raises(StepLoopEndedError):
+        loop.submit(opening())
+
+
+async def test_stopping_answers_what_is_still_in_the_inbox() -> None:
+    inbox = Inbox()
+    entered, leave = asyncio.Event(), Future[None]()
+    running = asyncio.get_running_loop()
+
+    def hold(step: object) -> None:
+        running.call_soon_threadsafe(entered.set)
+        leave.result(10)
+
+    loop = start(inbox, FakeEngine(before_step=hold))
+    loop.submit(opening())
+    await asyncio.wait_for(entered.wait(), 10)
+    placing: Future[None] = Future()
+    loop.submit(m.PlaceKV("r", block(), placing))
+    closing = asyncio.create_task(loop.close("r"))
+    await asyncio.sleep(0)
+    loop.stop()
+    leave.set_result(None)
+    await asyncio.wait_for(closing, 10)
+    with pytest.raises(StepLoopEndedError):
+        placing.result(10)
+
+
+async def test_a_block_whose_placing_was_given_up_is_not_written() -> None:
+    inbox = Inbox()
+    engine = FakeEngine()
+    loop = start(inbox, engine)
+    loop.submit(opening(transfer=True))
+    await inbox.until(m.Reserved)
+    given_up: Future[None] = Future()
+    given_up.cancel()
+    loop.submit(m.PlaceKV("r", block(), given_up))
+    await loop.snapshot()
+    assert np.isnan(engine.pages("k")).all()
+    await stop(loop)
