@@ -49,21 +49,21 @@ class CuttingProxy:
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         fault = self._faults[self.num_connections] if self.num_connections < len(self._faults) else None
         self.num_connections += 1
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
         up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._target_port)
         pair = {writer, up_writer}
         self._writers |= pair
         stalled = asyncio.Event()
         with contextlib.suppress(OSError):
+            forth = self._pump(reader, up_writer, fault if fault and fault.kind != "cut_replies" else None, stalled)
+            back = self._pump(up_reader, writer, fault if fault and fault.kind == "cut_replies" else None, stalled)
+            pumps = {asyncio.create_task(forth), asyncio.create_task(back)}
+            self._tasks |= pumps
             try:
-                forth = self._pump(reader, up_writer, fault if fault and fault.kind != "cut_replies" else None, stalled)
-                back = self._pump(up_reader, writer, fault if fault and fault.kind == "cut_replies" else None, stalled)
-                pumps = {asyncio.create_task(forth), asyncio.create_task(back)}
-                self._tasks |= pumps
                 await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
             finally:
+                for pump in pumps:
+                    pump.cancel()
+                self._tasks -= pumps
                 for one in pair:
                     one.transport.abort()
                 self._writers -= pair

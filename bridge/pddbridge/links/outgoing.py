@@ -12,13 +12,21 @@ from pddbridge.kv_wire import NackReason
 
 class OutgoingTransfer:
     """Lives on one event loop. ``offer`` tells the link that frames wait. ``stall_timeout_s``: longest wait for an acknowledgement while
-    frames are owed, by the loop's monotonic clock; a transfer with nothing to send may be idle for ever.
+    frames are owed, by the loop's monotonic clock; a transfer with nothing to send may be idle for ever. ``on_acked`` is called with the
+    payload bytes of every acknowledged frame.
     """
 
-    def __init__(self, machine: Sender, offer: Callable[[OutgoingTransfer], None], stall_timeout_s: float) -> None:
+    def __init__(
+        self,
+        machine: Sender,
+        offer: Callable[[OutgoingTransfer], None],
+        stall_timeout_s: float,
+        on_acked: Callable[[int], None] | None = None,
+    ) -> None:
         self._machine = machine
         self._offer = offer
         self._stall_timeout_s = stall_timeout_s
+        self._on_acked = on_acked
         self._loop = asyncio.get_running_loop()
         self._progress_at = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
@@ -78,6 +86,8 @@ class OutgoingTransfer:
         if num_bytes:
             self._progress_at = self._loop.time()
             self._settle()
+            if self._on_acked is not None:
+                self._on_acked(num_bytes)
         return num_bytes
 
     def nacked(self, reason: NackReason) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pddbridge.kv_handshake import Handshake
@@ -45,17 +46,25 @@ class KVSender:
         )
 
     def open(
-        self, host: str, port: int, receiver_epoch: int, transfer_id: int, tokens: TokenRange, heads: HeadRange | None = None
+        self,
+        host: str,
+        port: int,
+        receiver_epoch: int,
+        transfer_id: int,
+        tokens: TokenRange,
+        heads: HeadRange | None = None,
+        on_acked: Callable[[int], None] | None = None,
     ) -> OutgoingTransfer:
         """A transfer of ``tokens`` to the receiver with ``receiver_epoch`` at ``host:port``; ``heads`` (absolute): only this shard's.
 
-        Call on the event loop. Nothing is sent before the first ``push``. Raises ValueError for an empty range or an id in use.
+        ``on_acked`` as :class:`OutgoingTransfer` says. Call on the event loop. Nothing is sent before the first ``push``. Raises ValueError
+        for an empty range or an id in use.
         """
         self._retire(host, port, receiver_epoch)
         key = (host, port, receiver_epoch)
         peer = self._peers.get(key) or Peer(self._handshake, host, port, receiver_epoch, self._settings)
         machine = Sender(self._handshake.kv_spec, transfer_id, receiver_epoch, tokens, heads, self._settings.max_attempts)
-        transfer = OutgoingTransfer(machine, peer.offer, self._settings.stall_timeout_s)
+        transfer = OutgoingTransfer(machine, peer.offer, self._settings.stall_timeout_s, on_acked)
         peer.add(transfer)
         self._peers[key] = peer
         return transfer

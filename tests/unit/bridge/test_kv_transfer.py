@@ -294,6 +294,18 @@ def test_a_fenced_transfer_drains_when_its_last_writer_ends() -> None:
         assert receiver.begin(head) is Admission.DEAD
 
 
+def test_a_complete_transfer_that_nobody_adopts_can_be_fenced() -> None:
+    receiver = receiving(SPEC, TokenRange(0, 1))
+    parts = [header(TokenRange(0, 1), plane=plane) for plane in range(2)]
+    for part in parts:
+        receiver.begin(part)
+        receiver.placed(part)
+    receiver.fence()
+    assert receiver.state is ReceiverState.DRAINED
+    receiver.release()
+    assert receiver.begin(parts[0]) is Admission.DEAD
+
+
 def test_states_that_may_not_be_left_that_way() -> None:
     receiver = Receiver(SPEC, 1, TokenRange(0, 1))
     assert receiver.begin(header(TokenRange(0, 1))) is Admission.DEAD
@@ -378,16 +390,21 @@ def test_a_nack_ends_the_transfer(reason: NackReason, code: str) -> None:
 
 
 def test_what_may_not_be_pushed() -> None:
-    sender = Sender(SPEC, 1, 9, TokenRange(4, 10), heads=HeadRange(1, 3))
+    sender = Sender(SPEC, 1, 9, TokenRange(4, 10), heads=HeadRange(1, 2))
     planes = coded_planes(SPEC, 12)
-    for tokens, heads in ((TokenRange(3, 6), HeadRange(1, 3)), (TokenRange(8, 11), HeadRange(1, 3)), (TokenRange(4, 6), HeadRange(0, 2))):
+    for tokens, heads in (
+        (TokenRange(3, 6), HeadRange(1, 2)),
+        (TokenRange(8, 11), HeadRange(1, 2)),
+        (TokenRange(4, 6), HeadRange(0, 2)),
+        (TokenRange(4, 6), HeadRange(1, 3)),
+    ):
         with pytest.raises(ValueError, match="outside"):
             sender.push(next(blocks_of(SPEC, planes, tokens, heads)))
-    sender.push(next(blocks_of(SPEC, planes, TokenRange(4, 6), HeadRange(1, 3))))
+    sender.push(next(blocks_of(SPEC, planes, TokenRange(4, 6), HeadRange(1, 2))))
     with pytest.raises(ValueError, match="pushed before"):
-        sender.push(next(blocks_of(SPEC, planes, TokenRange(5, 7), HeadRange(1, 3))))
+        sender.push(next(blocks_of(SPEC, planes, TokenRange(5, 7), HeadRange(1, 2))))
     sender.cancel()
-    sender.push(next(blocks_of(SPEC, planes, TokenRange(5, 7), HeadRange(1, 3))))
+    sender.push(next(blocks_of(SPEC, planes, TokenRange(5, 7), HeadRange(1, 2))))
     assert (sender.num_owed, sender.state) == (0, SenderState.CANCELLED)
     assert sender.failure is not None
     assert sender.failure.code == "CANCELLED"

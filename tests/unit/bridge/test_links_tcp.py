@@ -133,12 +133,14 @@ async def test_a_transfer_is_exact_and_both_sides_report_it() -> None:
         source, table = KVPool.zeros(interleaved_heads(16, SPEC.dtype), SPEC, 8), np.array([7, 0, 3, 1, 6, 2, 5])
         fill_slowly(source, table, PLANES, LayerRange(0, 4), TokenRange(0, NUM_TOKENS), HeadRange(0, 3))
         target.server.expect(1, TOKENS)
-        transfer = sender.open("127.0.0.1", target.port, 22, 1, TOKENS)
+        acked: list[int] = []
+        transfer = sender.open("127.0.0.1", target.port, 22, 1, TOKENS, on_acked=acked.append)
         for start in range(TOKENS.start, TOKENS.stop, 32):
             for block in read_blocks(source, table, TokenRange(start, min(start + 32, TOKENS.stop))):
                 transfer.push(block)
         report = await transfer.done()
         assert report.tokens == TOKENS
+        assert (len(acked), sum(acked)) == (report.num_frames, report.bytes)
         assert report.bytes == len(TOKENS) * SPEC.bytes_per_token
         assert target.completed == {1: report}
         assert_exact(target)
@@ -518,6 +520,8 @@ async def test_cancelling_stops_sending_and_tells_the_owner() -> None:
         transfer = sender.open("127.0.0.1", target.port, 22, 1, TOKENS)
         push_in_chunks(transfer, chunk=1)
         await eventually(lambda: target.num_placing == 8)
+        await asyncio.sleep(0.05)
+        assert target.num_placing == 8  # the connection is not read on while as many wait to be placed
         transfer.cancel()
         with pytest.raises(TransferFailed) as caught:
             await transfer.done()
