@@ -1,9 +1,9 @@
 """KV pages in portable XLA: store, read, place and copy tokens of one layer's interleaved pages, shapes static, pages updated in place.
 
-``pages`` is [num_pages, page_size, 2 * kv_heads, dim], heads interleaved k0 v0 k1 v1 .... A *slot* is ``page * page_size + slot in page``;
-a slot past the pool (``num_pages * page_size`` or more) is padding: it reads as zeros and is never written. Two-byte dtypes are kept as their
-bits in uint16, because XLA:CPU computes a bfloat16 gather or scatter by converting the whole pool to float32 (measured: 50 ms a decode step
-instead of 2). What is read is bit for bit what was written.
+``pages`` is [num_pages, page_size, 2 * kv_heads, dim], heads interleaved k0 v0 k1 v1 .... A *slot* is ``page * page_size`` plus the
+place in the page; a slot past the pool (``num_pages * page_size`` or more) is padding: it reads as zeros and is never written. Two-byte
+dtypes are kept as bits in uint16, since XLA:CPU computes a bfloat16 gather or scatter by converting the whole pool to float32 (measured:
+50 ms a decode step instead of 2). What is read is bit for bit what was written.
 
 Call these under ``jax.jit`` with the pages donated: then every one of them updates in place and its time does not depend on ``num_pages``.
 """

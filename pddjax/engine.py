@@ -1,0 +1,189 @@
+"""The JAX engine: weights, KV pool and compiled programs behind :class:`pddbridge.engine.Engine`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pddbridge.checkpoint import open_checkpoint
+from pddbridge.engine import EngineConfig, EngineStats, KVBlock, SampleRow, Step, StepResult
+from pddbridge.engine_checks import check_block, check_config, check_page, check_page_range, check_step
+from pddbridge.kv_layout import KVLayout, interleaved_heads
+from pddbridge.kv_spec import KVSpec, TokenRange
+from pddbridge.model_spec import ModelSpec
+from pddbridge.sampling import greedy_suffices, sample
+from pddbridge.sampling_params import TokenRecord
+from pddjax.batch import DecodeBatch, RaggedBatch, empty_decode, empty_ragged, pack
+from pddjax.buckets import Buckets, pick
+from pddjax.kv import KVPool
+from pddjax.programs import ModelFunctions, Programs
+from pddjax.threads import pool_size
+from pddjax.weights import load_model
+
+
+def create(model_dir: str, config: EngineConfig) -> JaxEngine:
+    """Load the model of ``model_dir`` on ``config.device``: "cpu", or any platform that this JAX knows.
+
+    ``config.num_threads`` takes effect through :func:`pddjax.threads.environment`, applied before jax was imported; a process where it was
+    not shows ``num_threads_not_applied`` among the fallbacks. Raises ValueError for a config or checkpoint that cannot be served.
+    """
+    checkpoint = open_checkpoint(model_dir)
+    check_config(config, checkpoint.spec)
+    _configure_jax(config)
+    device = _device(config.device)
+    model = load_model(checkpoint, jnp.dtype(config.compute_dtype), config.max_context_tokens, device)
+    functions = ModelFunctions(model, checkpoint.spec, jnp.dtype(_kv_spec(checkpoint.spec, config).np_dtype))
+    return JaxEngine(checkpoint.spec, config, checkpoint.weights_digest(), functions, device)
+
+
+class JaxEngine:
+    """Implements :class:`pddbridge.engine.Engine`; made by :func:`create`."""
+
+    def __init__(self, spec: ModelSpec, config: EngineConfig, weights_digest: str, functions: ModelFunctions, device: jax.Device) -> None:
+        self._spec, self._config, self._weights_digest = spec, config, weights_digest
+        self._functions = functions
+        self._buckets = Buckets.up_to(config.max_rows, config.max_step_tokens)
+        self._programs = Programs()
+        self._kv_spec = _kv_spec(spec, config)
+        self._pool = KVPool(config, self._kv_spec, device, self._programs)
+        self._num_steps = 0
+        threads = pool_size() if device.platform == "cpu" else None
+        self._fallbacks = {"num_threads_not_applied": int(threads is not None and threads != config.num_threads)}
+
+    @property
+    def name(self) -> str:
+        return "jax"
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._spec
+
+    @property
+    def kv_spec(self) -> KVSpec:
+        return self._kv_spec
+
+    @property
+    def layout(self) -> KVLayout:
+        return interleaved_heads(self._config.page_size, self._config.kv_dtype)
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._config
+
+    @property
+    def weights_digest(self) -> str:
+        return self._weights_digest
+
+    def warm_up(self, progress: Callable[[int, int, str], None]) -> None:
+        """Compile every bucket and run it on padding. The largest come first, so that memory runs out at once or not at all."""
+        ragged = [(f"step of {n} tokens", partial(self._forward, empty_ragged(self._config, n))) for n in self._buckets.tokens]
+        decode = [(f"decode of {n} rows", partial(self._forward, empty_decode(self._config, n))) for n in self._buckets.rows]
+        heads = [(f"logits of {n} rows", partial(self._warm_up_head, n)) for n in self._buckets.rows]
+        work: list[tuple[str, Callable[[], object]]] = [*reversed(ragged), *reversed(decode), *reversed(heads)]
+        work.append(("KV read, write and copy", self._pool.warm_up))
+        for done, (what, run) in enumerate(work, 1):
+            jax.block_until_ready(run())
+            progress(done, len(work), what)
+
+    def step(self, step: Step) -> StepResult:
+        """See :meth:`pddbridge.engine.Engine.step`. Plain greedy rows are chosen on the device, the others by the shared sampler."""
+        outcome = self._run(step)
+        if outcome is None:
+            return StepResult(())
+        logits, highest, ids = outcome
+        greedy = [greedy_suffices(row.params, row.position) and bool(np.isfinite(highest[i])) for i, row in enumerate(step.samples)]
+        host_logits = None if all(greedy) else np.asarray(logits)
+        records = []
+        for i, row in enumerate(step.samples):
+            if greedy[i]:
+                records.append(TokenRecord(int(ids[i])))
+            else:
+                assert host_logits is not None
+                records.append(_sample(host_logits[:, i], row))
+        return StepResult(tuple(records))
+
+    def logits(self, step: Step) -> np.ndarray:
+        """See :meth:`pddbridge.engine.Engine.logits`."""
+        outcome = self._run(step)
+        if outcome is None:
+            return np.zeros((0, self._spec.vocab_size), np.float32)
+        return np.ascontiguousarray(np.asarray(outcome[0])[:, : len(step.samples)].T)
+
+    def read_kv(self, page_table: np.ndarray, tokens: TokenRange) -> tuple[KVBlock, ...]:
+        """See :meth:`pddbridge.engine.Engine.read_kv`."""
+        check_page_range(page_table, tokens, self._config)
+        return self._pool.read(page_table, tokens)
+
+    def write_kv(self, page_table: np.ndarray, block: KVBlock) -> None:
+        """See :meth:`pddbridge.engine.Engine.write_kv`."""
+        check_page_range(page_table, block.tokens, self._config)
+        check_block(block, self._kv_spec)
+        self._pool.write(page_table, block)
+
+    def copy_page(self, source: int, destination: int) -> None:
+        """See :meth:`pddbridge.engine.Engine.copy_page`."""
+        check_page("source", source, self._config)
+        check_page("destination", destination, self._config)
+        self._pool.copy_page(source, destination)
+
+    def stats(self) -> EngineStats:
+        """Compilations are exact: see :class:`pddjax.programs.Programs`."""
+        return EngineStats(self._programs.compilations, self._num_steps, dict(self._fallbacks))
+
+    def _run(self, step: Step) -> tuple[jax.Array, np.ndarray, np.ndarray] | None:
+        """Run a step: (logits on the device [vocab, S], their maxima [S], the ids that have them [S]), or None if no row samples."""
+        check_step(step, self._config, self._spec.vocab_size)
+        hidden = self._forward(pack(step, self._config, self._buckets))
+        self._num_steps += 1
+        if not step.samples:
+            jax.block_until_ready(hidden)
+            return None
+        logits, highest, ids = self._head(hidden, pick(self._buckets.rows, len(step.samples)))
+        return logits, np.asarray(highest), np.asarray(ids)
+
+    def _forward(self, batch: DecodeBatch | RaggedBatch) -> jax.Array:
+        arguments = (self._functions.leaves, self._pool.pages, batch)
+        size = len(batch.token_ids)
+        if isinstance(batch, DecodeBatch):
+            program = self._programs.get("decode", size, self._functions.decode, 1, arguments)
+        else:
+            program = self._programs.get("ragged", size, self._functions.ragged, 1, arguments)
+        hidden, self._pool.pages = program(*arguments)
+        return hidden
+
+    def _warm_up_head(self, num_samples: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return self._head(self._forward(empty_decode(self._config, 1)), num_samples)
+
+    def _head(self, hidden: jax.Array, num_samples: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        def head(leaves: tuple[jax.Array, ...], hidden: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            return self._functions.head(leaves, hidden, num_samples)
+
+        arguments = (self._functions.leaves, hidden)
+        return self._programs.get("head", num_samples, head, None, arguments)(*arguments)
+
+
+def _kv_spec(spec: ModelSpec, config: EngineConfig) -> KVSpec:
+    return KVSpec.gqa(spec.num_layers, spec.num_kv_heads, spec.head_dim, config.kv_dtype)
+
+
+def _sample(logits: np.ndarray, row: SampleRow) -> TokenRecord:
+    return sample(np.ascontiguousarray(logits), row.params, row.prompt_ids, row.log_ids, row.position)
+
+
+def _configure_jax(config: EngineConfig) -> None:
+    """Process-wide settings of jax; they must precede its first computation."""
+    if config.compile_cache_dir is not None:
+        jax.config.update("jax_compilation_cache_dir", config.compile_cache_dir)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _device(platform: str) -> jax.Device:
+    try:
+        return jax.devices(platform)[0]
+    except RuntimeError as error:
+        raise ValueError(f"device: given {platform!r}: {' '.join(str(error).split())}") from error
