@@ -146,10 +146,9 @@ def _draw(logits: np.ndarray, params: SamplingParams, u: float) -> int:
         weights = weights[likely]
         ids = likely if ids is None else ids[likely]
     cumulative = np.cumsum(weights, dtype=np.float64)
-    total = cumulative[-1]
-    # The first id whose cumulative weight exceeds the target has a positive weight itself, as long as the target stays under the total.
-    target = min(u * total, np.nextafter(total, 0.0))
-    index = int(np.searchsorted(cumulative, target, side="right"))
+    # The first id whose cumulative weight exceeds the target has a positive weight itself. There is one: u <= 1 - 2**-53 is half an ulp or
+    # more under 1, so the product rounds to less than the total.
+    index = int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
     return index if ids is None else int(ids[index])
 
 

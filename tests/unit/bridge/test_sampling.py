@@ -314,6 +314,9 @@ def test_extremes_stay_finite_and_defined() -> None:
     base = SamplingParams(seed=5, max_tokens=100)
     assert _at(logits, replace(base, temperature=1e-45), 3) == 1
     assert _at(logits, replace(base, repetition_penalty=1e-44, temperature=0.5), 0, prompt=[3]) == 3
+    assert _at(np.array([3e38, 3e38, 1], np.float32), replace(base, logit_bias=((1, 3e38),)), 0) == 1
+    crushed = replace(base, repetition_penalty=1e-44, frequency_penalty=3e38)
+    assert {sample(logits, crushed, [0], [3] * 9, 9).token_id for _ in range(3)} == {0}
     assert {_at(logits, replace(base, temperature=3e38), p) for p in range(60)} == {0, 1, 3}
     everything = replace(base, stop_token_ids=frozenset(range(4)), min_tokens=50)
     assert _at(logits, everything, 1) == 0

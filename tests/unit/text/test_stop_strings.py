@@ -72,6 +72,12 @@ def test_the_stop_string_that_is_complete_first_wins() -> None:
     assert run(["bc", "abc"], ["xab", "c"]) == (["x", ""], True)
 
 
+def test_a_match_that_did_not_count_never_will() -> None:
+    """'b' was complete while unarmed and is still held back, as a part of 'abc'."""
+    assert run(["abc", "b"], ["ab", "x"], armed_from=1) == (["", "abx", ""], False)
+    assert run(["abc", "b"], ["ab", "c"], armed_from=1) == (["", ""], True)
+
+
 def test_nothing_is_held_back_without_stop_strings() -> None:
     assert run([], ["a", "", "b"]) == (["a", "", "b", ""], False)
 
