@@ -6,7 +6,7 @@ Synchronous and deterministic: given the same engine, commands and clock it does
 from __future__ import annotations
 
 import logging
-from collections import deque
+from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -53,7 +53,7 @@ class Executor:
         self._max_context_tokens = min(config.max_context_tokens, engine.spec.max_context_tokens)
         self._memory = KVMemory(config.num_pages, config.page_size, engine.copy_page, use_prefix_cache)
         self._requests: dict[str, RequestState] = {}  # in order of arrival
-        self._waiting: deque[RequestState] = deque()  # preempted ones first
+        self._waiting: list[RequestState] = []  # for pages, in order of arrival: preempted ones come before new ones
         self._num_opened = 0
         self._num_steps = 0
         self._computed_prompt_tokens = 0
@@ -107,7 +107,7 @@ class Executor:
                 continue
             if not admitted:
                 return
-            self._waiting.popleft()
+            self._waiting.pop(0)
             self._admitted(request)
 
     def run_step(self) -> bool:
@@ -339,7 +339,7 @@ class Executor:
         self._memory.release(request)
         request.kv_len = 0
         request.phase = Phase.WAITING
-        self._waiting.appendleft(request)
+        insort(self._waiting, request, key=lambda r: r.order)
 
     def _snapshot(self) -> m.Snapshot:
         stats = self._engine.stats()

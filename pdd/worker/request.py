@@ -31,7 +31,7 @@ class IngestError(ValueError):
     """Ingested tokens contradict the log, leave a gap or do not fit."""
 
 
-@dataclass
+@dataclass(eq=False)
 class RequestState:
     """Mutable; owned by the step thread. ``order``: arrival. ``deadline``: monotonic seconds. ``from_transfer``: its prompt's KV comes
     from elsewhere.

@@ -30,9 +30,6 @@ from pddbridge.links.tcp import (
 
 logger = logging.getLogger(__name__)
 
-# How often a transfer's acknowledged bytes are looked at while some are owed. A window of 64 MiB lasts longer than this on any link here.
-_ACK_POLL_S = 0.02
-
 
 @dataclass(frozen=True)
 class PushSpec:
@@ -107,8 +104,12 @@ class KVTraffic:
 
     def push(self, request_id: str, spec: PushSpec, ended: Callable[[PushOutcome], None]) -> Push:
         """Open a push; ``ended`` is called once, unless it is cancelled. Raises ValueError for an id that is in use."""
-        transfer = self._sender.open(spec.host, spec.port, spec.epoch, spec.transfer_id, spec.tokens)
-        return Push(request_id, spec, transfer, self._step_loop, ended)
+
+        def acked(num_bytes: int) -> None:
+            self._step_loop.post(m.PushAcknowledged(request_id, spec.target, num_bytes))
+
+        transfer = self._sender.open(spec.host, spec.port, spec.epoch, spec.transfer_id, spec.tokens, on_acked=acked)
+        return Push(request_id, spec.target, transfer, self._step_loop, ended)
 
     async def _place(self, transfer_id: int, block: KVBlock) -> None:
         done: Future[None] = Future()
@@ -126,53 +127,30 @@ class Push:
     """One outgoing transfer of one request."""
 
     def __init__(
-        self, request_id: str, spec: PushSpec, transfer: OutgoingTransfer, step_loop: StepLoop, ended: Callable[[PushOutcome], None]
+        self, request_id: str, target: str, transfer: OutgoingTransfer, step_loop: StepLoop, ended: Callable[[PushOutcome], None]
     ) -> None:
         self._request_id = request_id
-        self._spec = spec
+        self._target = target
         self._transfer = transfer
         self._step_loop = step_loop
         self._ended = ended
-        self._read_bytes = 0
-        self._acked_bytes = 0
-        self._timer: asyncio.TimerHandle | None = None
-        self._waiting = asyncio.create_task(self._wait(), name=f"push-{request_id}-{spec.target}")
+        self._waiting = asyncio.create_task(self._wait(), name=f"push-{request_id}-{target}")
 
     def send(self, blocks: Iterable[KVBlock]) -> None:
         """Queue blocks that the step thread read for this target."""
         for block in blocks:
             self._transfer.push(block)
-            self._read_bytes += block.values.nbytes
-        if self._timer is None:
-            self._poll()
 
     def cancel(self) -> None:
         """Send nothing more. Idempotent."""
         self._waiting.cancel()
         self._transfer.cancel()
-        self._stop_polling()
 
     async def _wait(self) -> None:
         try:
             report = await self._transfer.done()
-            outcome: PushOutcome = Pushed(self._spec.target, len(report.tokens), report.bytes)
+            outcome: PushOutcome = Pushed(self._target, len(report.tokens), report.bytes)
         except TransferFailed as failure:
-            outcome = PushFailed(self._spec.target, failure.code, failure.message)
-        self._stop_polling()
-        self._step_loop.post(m.PushEnded(self._request_id, self._spec.target))
+            outcome = PushFailed(self._target, failure.code, failure.message)
+        self._step_loop.post(m.PushEnded(self._request_id, self._target))
         self._ended(outcome)
-
-    def _poll(self) -> None:
-        """Tell the step thread what was acknowledged since, as long as something is owed."""
-        self._timer = None
-        acked = self._transfer.report.bytes
-        if acked > self._acked_bytes:
-            self._step_loop.post(m.PushAcknowledged(self._request_id, self._spec.target, acked - self._acked_bytes))
-            self._acked_bytes = acked
-        if self._acked_bytes < self._read_bytes and not self._transfer.ended:
-            self._timer = asyncio.get_running_loop().call_later(_ACK_POLL_S, self._poll)
-
-    def _stop_polling(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None

@@ -47,6 +47,13 @@ def expected_log(prompt: Sequence[int], length: int) -> list[int]:
     return log
 
 
+def blocks_of(tokens: Sequence[int], wanted: TokenRange) -> tuple[KVBlock, ...]:
+    """The KV of ``tokens`` at positions ``wanted``, as a prefill worker would send it."""
+    layers, heads = LayerRange(0, NUM_LAYERS), HeadRange(0, NUM_HEADS)
+    at = range(wanted.start, wanted.stop)
+    return tuple(KVBlock(p, layers, wanted, heads, np.stack([kv_of(p, i, tokens[i]) for i in at], axis=1)) for p in ("k", "v"))
+
+
 class FakeEngine:
     """``before_step`` is called in the step thread before each step; it may block or raise."""
 

@@ -1,4 +1,4 @@
-"""Any interleaving of opens, steps, ingests, seals and closes, with far too few pages: tokens stay right and every page comes back."""
+"""Any interleaving of opens, transfers, steps, ingests, seals and closes, with too few pages: tokens stay right, all pages come back."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pdd.worker import messages as m
+from pddbridge.kv_spec import TokenRange
 from tests.support.executor_driver import ExecutorDriver
-from tests.support.fake_engine import FakeEngine, expected_log
+from tests.support.fake_engine import FakeEngine, blocks_of, expected_log
 
 MAX_TOKENS = 14
 PROMPT = st.lists(st.integers(0, 1), min_size=1, max_size=14)
@@ -19,17 +20,41 @@ class ExecutorMachine(RuleBasedStateMachine):
         super().__init__()
         self.driver = ExecutorDriver(FakeEngine(page_size=3, num_pages=13, max_context=39, max_step_tokens=5, max_rows=3))
         self.prompts: dict[str, list[int]] = {}
+        self.arrived: dict[str, int] = {}  # first position of what arrived, by request
         self.num_opened = 0
 
-    @rule(prompt=PROMPT, decode=st.booleans(), given_log=st.integers(0, 4), tenant=st.sampled_from("xy"))
-    def open(self, prompt: list[int], decode: bool, given_log: int, tenant: str) -> None:
+    @rule(prompt=PROMPT, decode=st.booleans(), given_log=st.integers(0, 4), tenant=st.sampled_from("xy"), transfer=st.booleans())
+    def open(self, prompt: list[int], decode: bool, given_log: int, tenant: str, transfer: bool) -> None:
         if len(self.prompts) == 5:
             return
         request_id = f"r{self.num_opened}"
         self.num_opened += 1
         self.prompts[request_id] = prompt
         log = expected_log(prompt, given_log)
-        self.driver.open(request_id, prompt, log=log, decode=decode, max_tokens=MAX_TOKENS, tenant=tenant)
+        self.driver.open(request_id, prompt, log=log, decode=decode, max_tokens=MAX_TOKENS, tenant=tenant, transfer=transfer)
+
+    @rule(data=st.data(), complete=st.booleans())
+    def receive(self, data: st.DataObject, complete: bool) -> None:
+        """A piece of some awaited KV arrives, from the end; ``complete``: all that is left."""
+        waiting = [name for name in sorted(self.prompts) if self.missing(name) is not None]
+        if waiting:
+            self.place(data.draw(st.sampled_from(waiting)), complete)
+
+    def missing(self, request_id: str) -> TokenRange | None:
+        """What has not arrived yet of what Reserved asked for; None when nothing is awaited."""
+        reserved = self.driver.of(request_id, m.Reserved)
+        if not reserved or reserved[0].missing is None or self.driver.of(request_id, m.KvComplete):
+            return None
+        return TokenRange(reserved[0].missing.start, self.arrived.get(request_id, reserved[0].missing.stop))
+
+    def place(self, request_id: str, complete: bool) -> None:
+        missing = self.missing(request_id)
+        assert missing is not None
+        start = missing.start if complete else max(missing.start, missing.stop - 4)
+        self.driver.place(request_id, blocks_of(self.prompts[request_id], TokenRange(start, missing.stop)))
+        self.arrived[request_id] = start
+        if start == missing.start:
+            self.driver.executor.handle(m.TransferComplete(request_id, 0))
 
     @rule(count=st.integers(1, 12))
     def step(self, count: int) -> None:
@@ -65,14 +90,23 @@ class ExecutorMachine(RuleBasedStateMachine):
             for event in self.driver.of(request_id, m.Tokens):
                 assert [r.token_id for r in event.records] == log[event.position : event.position + 1]
 
+    def is_finished(self, request_id: str) -> bool:
+        self.driver.seal(request_id)
+        return self.driver.of(request_id, m.Sealed)[-1] == m.Sealed(MAX_TOKENS)
+
     def teardown(self) -> None:
-        # Closed one by one, each of the others must be able to end: nobody is stuck for want of pages.
-        for request_id in sorted(self.prompts, key=lambda name: int(name[1:])):
-            self.driver.ingest(request_id, 0, [], decode=True)
+        # As long as transfers go through and what is finished is closed, everyone ends: nobody is stuck for want of pages.
+        while self.prompts:
+            for request_id in self.prompts:
+                self.driver.ingest(request_id, 0, [], decode=True)
             self.driver.run()
-            self.driver.seal(request_id)
-            assert self.driver.of(request_id, m.Sealed)[-1] == m.Sealed(MAX_TOKENS)
-            self.end(request_id)
+            waiting = [name for name in sorted(self.prompts) if self.missing(name) is not None]
+            for request_id in waiting:
+                self.place(request_id, complete=True)
+            finished = [name for name in sorted(self.prompts) if self.is_finished(name)]
+            for request_id in finished:
+                self.end(request_id)
+            assert waiting or finished
         self.driver.run()
         self.driver.assert_idle()
 
