@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from pdd.config import Role
+Role = Literal["prefill", "relay", "main"]  # pdd.config's, which policies may not import: it reads files
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,8 @@ class Coordinator:
         self.metrics = metrics
         self._context = RunContext(config, pool, LinkEstimate(_declared_rates(config)), metrics)
         self._running: dict[str, asyncio.Task[None]] = {}
+        for worker in pool.workers:
+            metrics.worker_ready.labels(worker.name).set_function(worker.readiness)
 
     @property
     def limits(self) -> Limits:

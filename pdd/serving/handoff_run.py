@@ -27,6 +27,7 @@ class HandoffRun:
         self._mode: HandoffMode | None = None
         self._sent = 0
         self._ingested = 0
+        self._behind_before: int | None = None
         self.committed = False
         self.relay_sealed = False
         self.seal_deadline: float | None = None
@@ -49,12 +50,14 @@ class HandoffRun:
                 relay_proposes=relay is not None and not self.relay_sealed,
                 seal_sent=self.seal_sent,
                 relay_stops_by_itself=self._relay_limit is not None,
+                behind_before=self._behind_before,
             )
             action = next_action(self._mode, self._chunk, snapshot)
             if isinstance(action, Wait):
                 return
             self._begin(self._mode)
             if isinstance(action, IngestChunk):
+                self._behind_before = len(log_ids) - self._sent
                 main.stream.ingest(action.position, log_ids[action.position : action.position + action.num_tokens], decode=False)
                 self._sent = action.position + action.num_tokens
             elif isinstance(action, SealRelay):
@@ -94,6 +97,7 @@ class HandoffRun:
         """Main's part is free, or another attach has taken it that has nothing of the log yet."""
         self._sent = self._ingested = 0
         self._mode = None
+        self._behind_before = None
         self.committed = False
 
     def main_opened_with(self, log_ids: Sequence[int]) -> None:

@@ -23,7 +23,7 @@ from pdd.topology import Topology, WorkerPlace
 from pddbridge.rpc.channel import open_channel
 from pddbridge.rpc.gen import worker_pb2, worker_pb2_grpc
 
-INFO_TIMEOUT_S = 2.0
+INFO_TIMEOUT_S = 5.0
 WATCH_INTERVAL_S = 1.0
 # What two workers must agree on before any KV moves, with the name an operator knows it by.
 _MUST_AGREE = (
@@ -59,6 +59,10 @@ class PooledWorker:
     def attach(self, timeout_s: float) -> WorkerStream:
         """A new stream; the caller opens, counts and closes it."""
         return WorkerStream(self.stub, self.info.vocab_size, timeout_s)
+
+    def readiness(self) -> float:
+        """1 or 0, for a gauge."""
+        return float(self.ready)
 
     def note_failure(self, failure: Failed) -> None:
         """No new request goes to a worker that died, until it answers again."""

@@ -56,7 +56,8 @@ class Script:
     ``refuse``: (code, message) of a Failed instead of Reserved · ``fail_prefill``: Failed instead of Prefilled ·
     ``break_at``: the stream breaks (as when the process dies) instead of proposing this position; only the first time ·
     ``break_ingest``: it breaks when it is given tokens · ``wrong_at``: at this position it proposes a token for the position before ·
-    ``push_fails``: what is pushed to it is refused.
+    ``push_fails``: what is pushed to it is refused · ``kv_event_gate``: holds its KvComplete, though the sender is acknowledged ·
+    ``pushed_event_gate``: holds its Pushed, though the receiver has everything.
     """
 
     hit_tokens: int = 0
@@ -73,6 +74,8 @@ class Script:
     reserve_gate: asyncio.Event = field(default_factory=lambda: opened(True))
     prefill_gate: asyncio.Event = field(default_factory=lambda: opened(True))
     kv_gate: asyncio.Event = field(default_factory=lambda: opened(True))
+    kv_event_gate: asyncio.Event = field(default_factory=lambda: opened(True))
+    pushed_event_gate: asyncio.Event = field(default_factory=lambda: opened(True))
     push_fails: bool = False
 
 
@@ -92,6 +95,7 @@ class Row:
         self.changed = asyncio.Event()
         self.events: asyncio.Queue[pb.WorkerEvent | None] = asyncio.Queue()
         self.broken = False
+        self.received: asyncio.Task[None] | None = None
 
     def emit(self, **event: object) -> None:
         self.events.put_nowait(pb.WorkerEvent(**event))
@@ -103,6 +107,11 @@ class Row:
     def die(self) -> None:
         self.broken = True
         self.events.put_nowait(None)
+
+    async def receive(self, tokens: int, num_bytes: int) -> None:
+        await self.worker.script.kv_event_gate.wait()
+        self.emit(kv_complete=pb.KvComplete(received_tokens=tokens, received_bytes=num_bytes))
+        self.kv_here.set()
 
     async def ingest(self, command: pb.Ingest) -> None:
         if self.worker.script.break_ingest and command.token_ids:
@@ -234,7 +243,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             if row.broken:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "connection reset")
         finally:
-            for task in tasks:
+            for task in (*tasks, *([row.received] if row.received else [])):
                 task.cancel()
             del self.rows[command.request_id]
             for transfer_id in [t for t, r in self.incoming.items() if r is row]:
@@ -290,8 +299,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
                 return
             num_bytes = tokens * self.cluster.kv_bytes_per_token
             receiver.received_bytes += num_bytes
-            incoming.emit(kv_complete=pb.KvComplete(received_tokens=tokens, received_bytes=num_bytes))
-            incoming.kv_here.set()
+            incoming.received = asyncio.create_task(incoming.receive(tokens, num_bytes))
+            await self.script.pushed_event_gate.wait()
             row.emit(pushed=pb.Pushed(target=target.target, tokens=tokens, bytes=num_bytes))
         finally:
             self.num_outgoing -= 1

@@ -48,9 +48,10 @@ async def test_every_handoff_position_yields_the_single_worker_stream(mode: str)
 
 
 async def test_catch_up_gives_main_chunks_while_the_relay_decodes() -> None:
-    script = Script(kv_gate=opened(False), step_s=0.005)
-    async with serving(hashed_token, policy={"catch_up_chunk": 4, "handoff": "auto"}, scripts={"main-0": script}) as (cluster, coordinator):
-        request = make_request(sampling=params(60), pipeline="relay")
+    script = Script(kv_gate=opened(False))
+    scripts = {"main-0": script, "relay-0": Script(step_s=0.01)}
+    async with serving(hashed_token, policy={"catch_up_chunk": 4, "handoff": "auto"}, scripts=scripts) as (cluster, coordinator):
+        request = make_request(sampling=params(120), pipeline="relay")
         deltas = []
         async for delta in coordinator.generate(request):
             deltas.append(delta)
@@ -71,7 +72,7 @@ async def test_catch_up_gives_main_chunks_while_the_relay_decodes() -> None:
 
 async def test_auto_hands_a_short_backlog_over_in_one_shot() -> None:
     script = Script(kv_gate=opened(False))
-    async with serving(hashed_token, scripts={"main-0": script}) as (cluster, coordinator):
+    async with serving(hashed_token, scripts={"main-0": script, "relay-0": Script(step_s=0.01)}) as (cluster, coordinator):
         request = make_request(sampling=params(40), pipeline="relay")
         deltas = []
         async for delta in coordinator.generate(request):

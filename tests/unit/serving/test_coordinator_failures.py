@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
@@ -23,6 +23,14 @@ def check(outcome: Outcome, request: GenerationRequest) -> None:
     records, reason = expected(hashed_token, request)
     assert list(outcome.records) == records
     assert outcome.finish_reason == reason
+
+
+async def until(reached: Callable[[], bool]) -> None:
+    for _ in range(5000):
+        if reached():
+            return
+        await asyncio.sleep(0.001)
+    raise TimeoutError("the state was not reached")
 
 
 async def drain(stream: AsyncIterator[Delta]) -> None:
@@ -45,9 +53,9 @@ async def test_prefill_refuses_and_main_recomputes_counted() -> None:
 
 async def test_prefill_dies_while_the_relay_already_decodes() -> None:
     """Main's share of the KV is lost. The relay keeps the user fed, main computes and then takes over from the log."""
-    scripts = {"main-0": Script(kv_gate=opened(False), prefill_gate=opened(False))}
+    scripts = {"main-0": Script(kv_gate=opened(False), prefill_gate=opened(False)), "relay-0": Script(step_s=0.004)}
     async with serving(hashed_token, scripts=scripts) as (cluster, coordinator):
-        request = make_request(sampling=params(60), pipeline="relay")
+        request = make_request(sampling=params(150), pipeline="relay")
         deltas = []
         async for delta in coordinator.generate(request):
             deltas.append(delta)
@@ -70,10 +78,7 @@ async def test_relay_dies_while_relaying_and_main_continues_from_the_log(break_a
     async with serving(hashed_token, scripts={"relay-0": Script(break_at=break_at), "main-0": main}) as (cluster, coordinator):
         request = make_request(pipeline="relay")
         task = asyncio.create_task(collect(coordinator, request))
-        for _ in range(1000):
-            if fallbacks(coordinator):
-                break
-            await asyncio.sleep(0.001)
+        await until(lambda: bool(fallbacks(coordinator)))
         main.kv_gate.set()
         outcome = await task
         check(outcome, request)
@@ -84,9 +89,9 @@ async def test_relay_dies_while_relaying_and_main_continues_from_the_log(break_a
 
 
 async def test_transfer_to_main_fails_and_main_recomputes_behind_the_relay() -> None:
-    main = Script(push_fails=True)
-    async with serving(hashed_token, scripts={"main-0": main}) as (cluster, coordinator):
-        request = make_request(sampling=params(60), pipeline="relay")
+    scripts = {"main-0": Script(push_fails=True), "relay-0": Script(step_s=0.004)}
+    async with serving(hashed_token, scripts=scripts) as (cluster, coordinator):
+        request = make_request(sampling=params(150), pipeline="relay")
         outcome = await collect(coordinator, request)
         check(outcome, request)
         assert fallbacks(coordinator) == {"transfer_failed": 1}
@@ -97,9 +102,13 @@ async def test_transfer_to_main_fails_and_main_recomputes_behind_the_relay() -> 
 
 
 async def test_transfer_to_the_relay_fails_and_main_waits_for_its_own() -> None:
-    async with serving(hashed_token, scripts={"relay-0": Script(push_fails=True)}) as (_, coordinator):
+    main = Script(kv_gate=opened(False))
+    async with serving(hashed_token, scripts={"relay-0": Script(push_fails=True), "main-0": main}) as (_, coordinator):
         request = make_request(pipeline="relay")
-        outcome = await collect(coordinator, request)
+        task = asyncio.create_task(collect(coordinator, request))
+        await until(lambda: bool(fallbacks(coordinator)))
+        main.kv_gate.set()
+        outcome = await task
         check(outcome, request)
         assert set(outcome.origins) == {"main"}
         assert fallbacks(coordinator) == {"transfer_failed": 1}
@@ -122,7 +131,7 @@ async def test_main_dies_when_it_is_given_the_log_and_the_relay_resumes(k: int) 
 
 async def test_main_dies_during_a_handoff_without_a_limit_and_the_relay_resumes() -> None:
     main = Script(kv_gate=opened(False), break_ingest=True)
-    async with serving(hashed_token, scripts={"main-0": main}) as (cluster, coordinator):
+    async with serving(hashed_token, scripts={"main-0": main, "relay-0": Script(step_s=0.004)}) as (cluster, coordinator):
         request = make_request(sampling=params(60), pipeline="relay", handoff="one_shot")
         deltas = []
         async for delta in coordinator.generate(request):
@@ -139,7 +148,8 @@ async def test_main_dies_during_a_handoff_without_a_limit_and_the_relay_resumes(
 
 
 async def test_main_dies_before_its_kv_came_and_the_relay_goes_on() -> None:
-    async with serving(hashed_token, scripts={"main-0": Script(kv_gate=opened(False))}) as (cluster, coordinator):
+    scripts = {"main-0": Script(kv_gate=opened(False)), "relay-0": Script(step_s=0.004)}
+    async with serving(hashed_token, scripts=scripts) as (cluster, coordinator):
         request = make_request(sampling=params(60), pipeline="relay")
         deltas = []
         async for delta in coordinator.generate(request):
@@ -156,7 +166,7 @@ async def test_main_dies_before_its_kv_came_and_the_relay_goes_on() -> None:
 
 async def test_main_dies_after_the_handoff_and_another_worker_continues() -> None:
     """Whole process gone. The relay's worker, the only one left, re-computes prompt and log."""
-    async with serving(hashed_token) as (cluster, coordinator):
+    async with serving(hashed_token, scripts={"main-0": Script(step_s=0.005)}) as (cluster, coordinator):
         request = make_request(sampling=params(100), handoff_at=3)
         deltas = []
         async for delta in coordinator.generate(request):
@@ -193,7 +203,7 @@ async def test_without_recompute_a_lost_prefill_is_an_error() -> None:
 
 
 async def test_everything_dead_is_unavailable_not_silence() -> None:
-    async with serving(hashed_token) as (cluster, coordinator):
+    async with serving(hashed_token, scripts={"main-0": Script(step_s=0.02)}) as (cluster, coordinator):
         stream = coordinator.generate(make_request(sampling=params(200), handoff_at=3))
         for _ in range(6):
             await anext(stream)
@@ -266,3 +276,62 @@ async def test_a_relay_out_of_pages_means_direct() -> None:
         outcome = await collect(coordinator, make_request(pipeline="relay"))
         assert outcome.timeline.pipeline == "direct"
         assert fallbacks(coordinator) == {}
+        sample = coordinator.metrics.registry.get_sample_value
+        assert sample("pdd:pipeline_total", {"pipeline": "direct", "reason": "relay_full"}) == 1
+
+
+async def test_main_dies_before_a_limited_relay_is_done_and_the_relay_goes_past_its_limit() -> None:
+    scripts = {"main-0": Script(kv_gate=opened(False)), "relay-0": Script(step_s=0.004)}
+    async with serving(hashed_token, scripts=scripts) as (cluster, coordinator):
+        request = make_request(handoff_at=16)
+        deltas = []
+        async for delta in coordinator.generate(request):
+            deltas.append(delta)
+            if len(deltas) == 3:
+                for row in list(cluster.worker("main").rows.values()):
+                    row.die()
+        scripts["main-0"].kv_gate.set()
+        outcome = Outcome(tuple(deltas))
+        check(outcome, request)
+        assert set(outcome.origins) == {"relay"}
+        assert cluster.worker("relay").ingests == [(16, (), True)]
+        assert fallbacks(coordinator) == {"main_lost": 1}
+
+
+async def test_an_acknowledged_push_counts_before_main_says_so() -> None:
+    """Prefill is done and gone, main's own word is still on the slow link, the relay dies: nothing needs to be computed again."""
+    scripts = {"main-0": Script(kv_event_gate=opened(False)), "relay-0": Script(break_at=3)}
+    async with serving(hashed_token, scripts=scripts) as (cluster, coordinator):
+        request = make_request(pipeline="relay")
+        task = asyncio.create_task(collect(coordinator, request))
+        await until(lambda: bool(fallbacks(coordinator)))
+        scripts["main-0"].kv_event_gate.set()
+        outcome = await task
+        check(outcome, request)
+        assert fallbacks(coordinator) == {"relay_lost": 1}
+        assert len(cluster.worker("main").opens) == 1
+        assert outcome.timeline.main_prefill_tokens == 0
+
+
+async def test_losses_of_workers_that_are_not_needed_any_more_change_nothing() -> None:
+    """Prefill dies with only its last word missing; the relay dies when main was already given the log."""
+    scripts = {"prefill-0": Script(pushed_event_gate=opened(False)), "main-0": Script(step_s=0.1)}
+    async with serving(hashed_token, scripts=scripts) as (cluster, coordinator):
+        request = make_request(sampling=params(5), handoff_at=2)
+        task = asyncio.create_task(collect(coordinator, request))
+        await until(lambda: bool(cluster.worker("main").ingests))
+        for role in ("prefill", "relay"):
+            for row in list(cluster.worker(role).rows.values()):
+                row.die()
+        outcome = await task
+        check(outcome, request)
+        assert fallbacks(coordinator) == {}
+        assert len(cluster.worker("main").opens) == 1
+
+
+async def test_broken_streams_leave_no_tasks_behind() -> None:
+    async with serving(hashed_token, scripts={"relay-0": Script(refuse=("RESOURCE_EXHAUSTED", "no pages"))}) as (_, coordinator):
+        before = len(asyncio.all_tasks())
+        for number in range(5):
+            await collect(coordinator, make_request(f"r{number}", pipeline="relay"))
+        await until(lambda: len(asyncio.all_tasks()) <= before)
