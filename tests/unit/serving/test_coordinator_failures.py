@@ -330,8 +330,16 @@ async def test_losses_of_workers_that_are_not_needed_any_more_change_nothing() -
 
 
 async def test_broken_streams_leave_no_tasks_behind() -> None:
-    async with serving(hashed_token, scripts={"relay-0": Script(refuse=("RESOURCE_EXHAUSTED", "no pages"))}) as (_, coordinator):
-        before = len(asyncio.all_tasks())
-        for number in range(5):
-            await collect(coordinator, make_request(f"r{number}", pipeline="relay"))
-        await until(lambda: len(asyncio.all_tasks()) <= before)
+    def waiting() -> int:
+        return sum("request" in repr(task.get_coro()) for task in asyncio.all_tasks())
+
+    main = Script(kv_gate=opened(False))
+    async with serving(hashed_token, scripts={"relay-0": Script(break_at=1), "main-0": main}) as (cluster, coordinator):
+        task = asyncio.create_task(collect(coordinator, make_request(pipeline="relay")))
+        await until(lambda: bool(fallbacks(coordinator)))
+        held = waiting()
+        main.kv_gate.set()
+        await task
+        await cluster.wait_idle()
+        assert held > 0
+        await until(lambda: waiting() == 0)
