@@ -6,17 +6,17 @@ Synchronous and deterministic: given the same engine, commands and clock it does
 from __future__ import annotations
 
 import logging
-from bisect import insort
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from pdd.errors import Code
 from pdd.worker import messages as m
+from pdd.worker.admission import Admission
 from pdd.worker.batch import BatchRow, build_step
 from pdd.worker.kv_memory import KVMemory
-from pdd.worker.preemption import choose_victim
+from pdd.worker.metrics import Counters
 from pdd.worker.push_feed import PushFeed
 from pdd.worker.request import IngestError, Phase, RequestState
 from pdd.worker.scheduler import RowDemand, StepBudget, plan_step
@@ -53,13 +53,9 @@ class Executor:
         self._max_context_tokens = min(config.max_context_tokens, engine.spec.max_context_tokens)
         self._memory = KVMemory(config.num_pages, config.page_size, engine.copy_page, use_prefix_cache)
         self._requests: dict[str, RequestState] = {}  # in order of arrival
-        self._waiting: list[RequestState] = []  # for pages, in order of arrival: preempted ones come before new ones
+        self._admission = Admission(self._memory)
         self._num_opened = 0
-        self._num_steps = 0
-        self._computed_prompt_tokens = 0
-        self._computed_log_tokens = 0
-        self._sampled_tokens = 0
-        self._preemptions = 0
+        self._counters = Counters()
         self._compilations_at_start = engine.stats().compilations
 
     def next_deadline(self) -> float | None:
@@ -95,43 +91,26 @@ class Executor:
 
     def admit_waiting(self) -> None:
         """Give pages to waiting requests in their order, as long as there are enough."""
-        while self._waiting:
-            request = self._waiting[0]
-            # While others run, a page each is left for their growth: admitting to the last page would only preempt again.
-            headroom = sum(1 for r in self._requests.values() if r.phase is Phase.ACTIVE)
+        while (request := self._admission.first()) is not None:
             try:
-                admitted = self._memory.admit(request, headroom)
+                if not self._admission.admit_first(self._requests.values()):
+                    return
             except Exception as error:  # the engine's page copy
                 logger.exception("request %s: page copy failed", request.request_id)
                 self._fail(request, Code.INTERNAL, f"page copy failed: {error}")
                 continue
-            if not admitted:
-                return
-            self._waiting.pop(0)
             self._admitted(request)
 
     def run_step(self) -> bool:
         """Plan and run one step. False when no row could run."""
-        demands = [
-            RowDemand(r.request_id, r.order, r.num_pending, r.decode, r.last_step)
-            for r in self._requests.values()
-            if r.phase is Phase.ACTIVE and r.num_pending
-        ]
-        if not demands:
-            return False
-        rows: list[BatchRow] = []
-        for planned in plan_step(demands, self._budget).rows:
-            request = self._requests[planned.request_id]
-            if request.phase is Phase.ACTIVE and self._grow(request, request.kv_len + planned.num_tokens):
-                rows.append(BatchRow(request, planned.num_tokens, planned.samples))
-        rows = [row for row in rows if row.request.phase is Phase.ACTIVE]  # a later row's growth may have preempted an earlier one
+        rows = self._plan_rows()
         if not rows:
             return False
-        self._num_steps += 1
+        self._counters.steps += 1
         try:
             result = self._engine.step(build_step(rows, self._page_size))
         except Exception as error:
-            logger.exception("step %d failed", self._num_steps)
+            logger.exception("step %d failed", self._counters.steps)
             for row in rows:
                 self._fail(row.request, Code.INTERNAL, f"engine step failed: {error}")
             return True
@@ -151,8 +130,8 @@ class Executor:
             self._emit(command.request_id, m.Refused(Code.RESOURCE_EXHAUSTED, f"{num_tokens} tokens never fit this worker's pages"))
             return
         self.admit_waiting()
-        if len(self._waiting) >= self._limits.max_waiting:
-            self._emit(command.request_id, m.Refused(Code.RESOURCE_EXHAUSTED, f"{len(self._waiting)} requests wait for pages already"))
+        if (num_waiting := self._admission.num_waiting) >= self._limits.max_waiting:
+            self._emit(command.request_id, m.Refused(Code.RESOURCE_EXHAUSTED, f"{num_waiting} requests wait for pages already"))
             return
         self._num_opened += 1
         request = RequestState(
@@ -170,7 +149,7 @@ class Executor:
             push=self._push_feed(command),
         )
         self._requests[request.request_id] = request
-        self._waiting.append(request)
+        self._admission.enqueue(request)
         self.admit_waiting()
 
     def _push_feed(self, command: m.OpenRequest) -> PushFeed | None:
@@ -209,8 +188,7 @@ class Executor:
         request = self._requests.pop(request_id, None)
         if request is None:
             return
-        if request in self._waiting:
-            self._waiting.remove(request)
+        self._admission.remove(request)
         self._memory.release(request)
 
     def _place(self, command: m.PlaceKV) -> None:
@@ -283,16 +261,16 @@ class Executor:
         for row in rows:
             request, before = row.request, row.request.kv_len
             request.kv_len += row.num_tokens
-            request.last_step = self._num_steps
+            request.last_step = self._counters.steps
             prompt_tokens = max(0, min(request.kv_len, request.prompt_kv_len) - before)
             request.computed_prompt_tokens += prompt_tokens
-            self._computed_prompt_tokens += prompt_tokens
-            self._computed_log_tokens += row.num_tokens - prompt_tokens
+            self._counters.computed_prompt_tokens += prompt_tokens
+            self._counters.computed_log_tokens += row.num_tokens - prompt_tokens
             record = next(records) if row.samples else None
             self._report(request)  # what the step computed comes before the token it sampled: Prefilled or Ingested, then Tokens
             if record is not None and request.phase is Phase.ACTIVE:
                 request.tokens.append(record.token_id)
-                self._sampled_tokens += 1
+                self._counters.sampled_tokens += 1
                 self._emit(request.request_id, m.Tokens(request.log_len - 1, (record,)))
                 self._settle(request)
 
@@ -312,45 +290,44 @@ class Executor:
 
     def _fail(self, request: RequestState, code: Code, message: str) -> None:
         """End ``request``. Its pages stay until it is closed: a transfer may still write them."""
-        if request in self._waiting:
-            self._waiting.remove(request)
+        self._admission.remove(request)
         request.phase = Phase.OVER
         self._emit(request.request_id, m.Failed(code, message))
 
-    # Pages.
+    def _plan_rows(self) -> list[BatchRow]:
+        """Rows that have pages for their new tokens. Who gets none stands still in this step, and its place goes to another."""
+        stalled: set[str] = set()
+        while True:
+            demands = [
+                RowDemand(r.request_id, r.order, r.num_pending, r.decode, r.last_step)
+                for r in self._requests.values()
+                if r.phase is Phase.ACTIVE and r.num_pending and r.request_id not in stalled
+            ]
+            if not demands:
+                return []
+            rows = [BatchRow(self._requests[p.request_id], p.num_tokens, p.samples) for p in plan_step(demands, self._budget).rows]
+            stalled |= {row.request.request_id for row in rows if not self._has_pages(row)}
+            # The growth of a later row may have taken the pages of an earlier one.
+            if all(row.request.phase is Phase.ACTIVE and row.request.request_id not in stalled for row in rows):
+                return rows
 
-    def _grow(self, request: RequestState, num_tokens: int) -> bool:
-        """Pages for ``num_tokens``, at the cost of a younger request if need be. False: not in this step."""
-        while not self._memory.grow(request, num_tokens):
-            victim = choose_victim(request, self._requests.values())
-            if victim is None:
-                if not any(r.pages for r in self._requests.values() if r is not request):
-                    self._fail(request, Code.RESOURCE_EXHAUSTED, f"{num_tokens} tokens never fit this worker's pages")
-                return False  # the others' transfers will end: until then this request stands still
-            self._preempt(victim)
-            if victim is request:
-                return False
-        return True
-
-    def _preempt(self, request: RequestState) -> None:
-        """Take the pages away; the request comes back first and recomputes from its tokens what the prefix cache has lost by then."""
-        logger.warning("request %s: preempted at %d tokens of KV", request.request_id, request.kv_len)
-        self._preemptions += 1
-        self._memory.release(request)
-        request.kv_len = 0
-        request.phase = Phase.WAITING
-        insort(self._waiting, request, key=lambda r: r.order)
+    def _has_pages(self, row: BatchRow) -> bool:
+        request, num_tokens = row.request, row.request.kv_len + row.num_tokens
+        if request.phase is not Phase.ACTIVE:
+            return False
+        if self._admission.grow(request, num_tokens, self._requests.values()):
+            return True
+        if request.phase is Phase.ACTIVE and not any(r.pages for r in self._requests.values() if r is not request):
+            self._fail(request, Code.RESOURCE_EXHAUSTED, f"{num_tokens} tokens never fit this worker's pages")
+        return False
 
     def _snapshot(self) -> m.Snapshot:
         stats = self._engine.stats()
         return m.Snapshot(
             pages=self._memory.counts(),
             num_requests=len(self._requests),
-            computed_prompt_tokens=self._computed_prompt_tokens,
-            computed_log_tokens=self._computed_log_tokens,
-            sampled_tokens=self._sampled_tokens,
-            steps=self._num_steps,
-            preemptions=self._preemptions,
+            counters=replace(self._counters),
+            preemptions=self._admission.num_preemptions,
             compilations_after_ready=stats.compilations - self._compilations_at_start,
             engine_fallbacks=dict(stats.fallbacks),
         )

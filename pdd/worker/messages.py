@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from pdd.errors import Code
+from pdd.worker.metrics import Counters
 from pdd.worker.pages import PageCounts
 from pddbridge.engine import KVBlock
 from pddbridge.kv_spec import TokenRange
@@ -144,10 +145,7 @@ class Snapshot:
 
     pages: PageCounts
     num_requests: int
-    computed_prompt_tokens: int
-    computed_log_tokens: int
-    sampled_tokens: int
-    steps: int
+    counters: Counters
     preemptions: int
     compilations_after_ready: int
     engine_fallbacks: dict[str, int]

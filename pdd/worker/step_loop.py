@@ -26,7 +26,7 @@ from pddbridge.model_spec import ModelSpec
 logger = logging.getLogger(__name__)
 
 # Received KV is placed between steps; more than this in one go would show as a pause in the neighbours' tokens.
-_PLACE_BYTES_PER_STEP = 16 * 1024 * 1024
+PLACE_BYTES_PER_STEP = 16 * 1024 * 1024
 
 THREAD_NAME = "step-loop"
 
@@ -165,7 +165,7 @@ class StepLoop:
         placed_bytes = 0
         while True:
             with self._wake:
-                if not self._inbox or (placed_bytes > _PLACE_BYTES_PER_STEP and executor.has_rows()):
+                if not self._inbox or (placed_bytes > PLACE_BYTES_PER_STEP and executor.has_rows()):
                     return
                 command = self._inbox[0]
             if isinstance(command, m.CloseRequest):

@@ -74,6 +74,7 @@ class FakeEngine:
         self._weights = weights
         self._thread: int | None = None
         self.steps: list[Step] = []
+        self.calls: list[str] = []  # "step" and "write_kv", in order
         self.reads: list[TokenRange] = []
         self.copies: list[tuple[int, int]] = []
 
@@ -110,6 +111,7 @@ class FakeEngine:
         if self._before_step is not None:
             self._before_step(step)
         self.steps.append(step)
+        self.calls.append("step")
         samples = {sample.row: sample for sample in step.samples}
         records: list[TokenRecord] = []
         for row, context_len in enumerate(step.context_lens.tolist()):
@@ -140,6 +142,7 @@ class FakeEngine:
 
     def write_kv(self, page_table: np.ndarray, block: KVBlock) -> None:
         self._check_thread()
+        self.calls.append("write_kv")
         for offset, at in enumerate(range(block.tokens.start, block.tokens.stop)):
             slot = self._slot(block.plane, page_table, at)
             slot[block.layers.start : block.layers.stop, block.heads.start : block.heads.stop] = block.values[:, offset]

@@ -34,6 +34,12 @@ def move(sender: ExecutorDriver, receiver: ExecutorDriver, request_id: str) -> N
     receiver.executor.handle(m.TransferComplete(request_id, num_bytes))
 
 
+def computed(driver: ExecutorDriver) -> tuple[int, int, int]:
+    """Prompt and log positions computed, tokens sampled."""
+    counters = driver.snapshot().counters
+    return counters.computed_prompt_tokens, counters.computed_log_tokens, counters.sampled_tokens
+
+
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 16, 17, 23])
 @pytest.mark.parametrize("max_step_tokens", [1, 5, 16, 64])
 def test_a_single_engine_run_equals_the_model(length: int, max_step_tokens: int) -> None:
@@ -43,8 +49,7 @@ def test_a_single_engine_run_equals_the_model(length: int, max_step_tokens: int)
     assert driver.log("r") == expected_log(PROMPT[:length], 8)
     assert driver.kinds("r")[:2] == ["Reserved", "Prefilled"]
     assert driver.of("r", m.Prefilled) == [m.Prefilled(length - 1)]
-    snapshot = driver.snapshot()
-    assert (snapshot.computed_prompt_tokens, snapshot.computed_log_tokens, snapshot.sampled_tokens) == (length - 1, 8, 8)
+    assert computed(driver) == (length - 1, 8, 8)
     driver.close("r")
     driver.close("r")
     driver.assert_idle()
@@ -55,8 +60,7 @@ def test_prefill_computes_all_but_the_last_token_and_never_samples() -> None:
     driver.open("r", PROMPT, decode=False)
     driver.run()
     assert driver.kinds("r") == ["Reserved", "Prefilled"]
-    snapshot = driver.snapshot()
-    assert (snapshot.computed_prompt_tokens, snapshot.computed_log_tokens, snapshot.sampled_tokens) == (22, 0, 0)
+    assert computed(driver) == (22, 0, 0)
     driver.close("r")
     driver.assert_idle()
 
@@ -71,7 +75,7 @@ def test_the_same_prompt_again_hits_all_but_its_last_token(length: int) -> None:
         assert driver.log(f"r{n}") == expected_log(PROMPT[:length], 12)
         assert driver.of(f"r{n}", m.Reserved) == [m.Reserved(0 if n == 0 else length - 1, None)]
     driver.assert_idle()
-    assert driver.snapshot().computed_prompt_tokens == length - 1
+    assert driver.snapshot().counters.computed_prompt_tokens == length - 1
 
 
 @pytest.mark.parametrize("offset", range(8))
@@ -161,7 +165,7 @@ def test_a_receiver_gets_what_it_lacks_and_continues_as_a_single_engine_would(pr
         assert receiver.of("r", m.KvComplete) == [m.KvComplete(0, 0)]
     receiver.run()
     assert receiver.log("r") == expected_log(PROMPT, 8)
-    assert receiver.snapshot().computed_prompt_tokens == before.computed_prompt_tokens
+    assert receiver.snapshot().counters.computed_prompt_tokens == before.counters.computed_prompt_tokens
     receiver.close("r")
     receiver.assert_idle()
 
@@ -228,7 +232,7 @@ def test_handoff_by_token_ids(k: int, chunks: int) -> None:
     assert main.kinds("r").index("Tokens") > main.kinds("r").index("Ingested")
     assert main.log("r") == log[k:]
     snapshot = main.snapshot()
-    assert (snapshot.computed_prompt_tokens, snapshot.computed_log_tokens) == (0, 12)
+    assert (snapshot.counters.computed_prompt_tokens, snapshot.counters.computed_log_tokens) == (0, 12)
     main.close("r")
     main.assert_idle()
 
@@ -403,9 +407,24 @@ def test_a_request_that_is_receiving_is_never_preempted() -> None:
     driver.ingest("receiving", 0, [], decode=True)
     driver.run()
     assert driver.log("receiving") == expected_log(PROMPT, 8)  # recomputed from its tokens
-    assert driver.snapshot().computed_prompt_tokens > 0  # so that the fallback is visible
+    assert driver.snapshot().counters.computed_prompt_tokens > 0  # so that the fallback is visible
     driver.close("receiving")
     driver.assert_idle()
+
+
+def test_a_row_that_stands_still_leaves_its_place_to_another() -> None:
+    limits = ExecutorLimits(push_window_bytes=1)  # nothing is acknowledged: the push stays open
+    driver = ExecutorDriver(FakeEngine(num_pages=10, max_rows=1, max_step_tokens=1), limits=limits)
+    driver.open("decoding", PROMPT[:1], transfer=True, max_tokens=30)
+    driver.open("receiving", PROMPT, transfer=True, decode=False)
+    driver.open("prefilling", [9] * 40, decode=False, push_to=[m.PushTo("main", 0)])
+    driver.run()
+    assert driver.of("prefilling", m.Prefilled) == [m.Prefilled(39)]
+    assert 0 < len(driver.log("decoding")) < 30  # it wants a page, and nobody's may be taken
+    assert driver.snapshot().preemptions == 0
+    driver.close("receiving")
+    driver.run()
+    assert driver.log("decoding") == expected_log(PROMPT[:1], 30)
 
 
 # Faults.

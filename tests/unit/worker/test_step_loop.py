@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -63,6 +65,34 @@ async def stop(loop: StepLoop) -> None:
 def opening(deadline_s: float = 60.0, transfer: bool = False) -> m.OpenRequest:
     params = SamplingParams(seed=1, max_tokens=8)
     return m.OpenRequest("r", "t", PROMPT, (), params, transfer, True, None, (), time.monotonic() + deadline_s)
+
+
+async def test_a_flood_of_received_kv_does_not_hold_up_decode_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdd.worker.step_loop.PLACE_BYTES_PER_STEP", block().values.nbytes)
+    inbox = Inbox()
+    running, entered, leave = asyncio.get_running_loop(), asyncio.Event(), Future[None]()
+
+    def hold(step: object) -> None:
+        running.call_soon_threadsafe(entered.set)
+        leave.result(10)
+
+    engine = FakeEngine(before_step=hold)
+    loop = start(inbox, engine)
+    loop.submit(replace(opening(transfer=True), request_id="receiving"))
+    loop.submit(opening())
+    await asyncio.wait_for(entered.wait(), 10)
+    placing: list[Future[None]] = [Future() for _ in range(10)]
+    for done in placing:
+        loop.submit(m.PlaceKV("receiving", block(), done))
+    leave.set_result(None)
+    for done in placing:
+        await asyncio.wait_for(asyncio.wrap_future(done), 10)
+    while len(inbox.log()) < 8:
+        await asyncio.sleep(0.005)
+    runs = [len(list(group)) for name, group in itertools.groupby(engine.calls) if name == "write_kv"]
+    assert sum(runs) == 10
+    assert max(runs) == 2  # one fills the allowance, the next one exceeds it
+    await stop(loop)
 
 
 def block() -> KVBlock:

@@ -1,0 +1,17 @@
+"""What the step thread counts, ever. See pdd.v1.LedgerReply for what the names mean to others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Counters:
+    """``computed_prompt_tokens``: prompt positions computed here, but for each prompt's last. That one, always the first decode step's
+    input, and log positions are ``computed_log_tokens``. Recomputing after a preemption counts again.
+    """
+
+    steps: int = 0
+    computed_prompt_tokens: int = 0
+    computed_log_tokens: int = 0
+    sampled_tokens: int = 0
