@@ -88,7 +88,7 @@ async def _run(config: LaunchConfig, worker: WorkerConfig, place: WorkerPlace, c
     worker_pb2_grpc.add_WorkerServicer_to_server(service, server)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     bind(server, place.control.host, place.control.port)  # first of all: a port in use is known before anything is loaded
-    make_engine = _engine_factory(config, worker, models.resolve(config.model, cache_dir), cache_dir)
+    make_engine = _engine_factory(config, worker, models.resolve(worker.model or config.model, cache_dir), cache_dir)
     for name in ("", SERVICE_NAME):
         await health_servicer.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
     await server.start()
@@ -98,7 +98,7 @@ async def _run(config: LaunchConfig, worker: WorkerConfig, place: WorkerPlace, c
         service.fail_all(Code.INTERNAL, f"the worker crashed: {error}")
         crash.set_exception(WorkerError(f"the step loop crashed: {error!r}"))
 
-    report("loading", what=f"{config.model} into {worker.engine}")
+    report("loading", what=f"{worker.model or config.model} into {worker.engine}")
     step_loop = StepLoop(make_engine, loop, service.deliver, crashed, _report_warm_up, worker.prefix_cache)
     step_loop.start()
     stopping = asyncio.create_task(stop.wait())

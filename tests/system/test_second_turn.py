@@ -29,13 +29,17 @@ def prompt_of(length: int, seed: int) -> list[int]:
 
 def test_the_second_turn_sends_only_the_missing_kv(tiny: Running):
     first_prompt = prompt_of(101, seed=1)
-    (first,) = complete_all(tiny.url, [{**body_of(tiny.model, first_prompt, PARAMS, pipeline="relay"), "cache_salt": "turns"}])
+    (first,) = complete_all(
+        tiny.url, [{**body_of(tiny.model, first_prompt, PARAMS, pipeline="relay", handoff_at=5), "cache_salt": "turns"}]
+    )
     assert first.number("wan_kv_tokens") == len(first_prompt) - 1
     assert first.number("wan_kv_bytes") == (len(first_prompt) - 1) * kv_bytes_per_token(tiny)
     assert_idle(tiny.deployment)
     second_prompt = first_prompt + first.ids + prompt_of(37, seed=2)
     before = ledger(tiny.deployment, "main-0").kv_bytes_received
-    (second,) = complete_all(tiny.url, [{**body_of(tiny.model, second_prompt, PARAMS, pipeline="relay"), "cache_salt": "turns"}])
+    (second,) = complete_all(
+        tiny.url, [{**body_of(tiny.model, second_prompt, PARAMS, pipeline="relay", handoff_at=5), "cache_salt": "turns"}]
+    )
     moved = ledger(tiny.deployment, "main-0").kv_bytes_received - before
     # Main has the KV of the first turn but for its last token, which was never an input; whole pages of it are in the cache.
     held = (len(first_prompt) + len(first.ids) - 1) // MAIN_PAGE * MAIN_PAGE
@@ -44,7 +48,7 @@ def test_the_second_turn_sends_only_the_missing_kv(tiny: Running):
     assert moved == second.number("wan_kv_bytes") == (len(second_prompt) - 1 - held) * kv_bytes_per_token(tiny)
     assert second.usage["prompt_tokens_details"] == {"cached_tokens": held}
     assert second.number("main_prefill_tokens") == 0
-    (cold,) = complete_all(tiny.url, [{**body_of(tiny.model, second_prompt, PARAMS, pipeline="relay"), "cache_salt": "cold"}])
+    (cold,) = complete_all(tiny.url, [{**body_of(tiny.model, second_prompt, PARAMS, pipeline="relay", handoff_at=5), "cache_salt": "cold"}])
     assert cold.number("main_hit_tokens") == 0
     assert second.ids == cold.ids
 
@@ -54,7 +58,9 @@ def test_the_second_turn_sends_only_the_missing_kv(tiny: Running):
 def test_the_same_prompt_again_sends_nothing_it_has(tiny: Running, length: int, pipeline: str):
     """Cases 7 and 8: a whole hit leaves one token to run; nothing is sent; the third time still hits."""
     prompt = prompt_of(length, seed=length)
-    body = {**body_of(tiny.model, prompt, PARAMS, pipeline=pipeline), "cache_salt": f"again-{length}-{pipeline}"}
+    # Forced to hand off: a relay that reaches the end before the KV is across ends the transfer, and main would hold nothing.
+    course = {"pipeline": pipeline} if pipeline == "direct" else {"pipeline": pipeline, "handoff_at": 5}
+    body = {**body_of(tiny.model, prompt, PARAMS, **course), "cache_salt": f"again-{length}-{pipeline}"}
     answers = []
     for _ in range(3):
         answers += complete_all(tiny.url, [body])

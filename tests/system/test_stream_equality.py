@@ -107,14 +107,15 @@ def test_rows_of_one_batch_do_not_disturb_each_other(tiny: Running):
 
 def test_natural_handoff_equals_too(tiny: Running):
     """No forced position: the handoff falls where the link puts it."""
-    prompts = [prompt_of(length, seed=11) for length in (200, 300, 400)]
-    params = SamplingParams(seed=3, max_tokens=64, temperature=0.0, ignore_eos=True)
+    prompts = [prompt_of(length, seed=11) for length in (60, 90, 120)]
+    params = SamplingParams(seed=3, max_tokens=300, temperature=0.0, ignore_eos=True)
     expected = single_engine_runs(worker_address(tiny.deployment, "main-0"), [(prompt, params) for prompt in prompts])
     bodies = [{**body_of(tiny.model, p, params, pipeline="relay"), "cache_salt": f"natural-{i}"} for i, p in enumerate(prompts)]
     for prompt, want, answer in zip(prompts, expected, complete_all(tiny.url, bodies), strict=True):
         assert answer.ids == want
         assert answer.number("wan_kv_tokens") == len(prompt) - 1
         assert answer.number("main_prefill_tokens") == 0
+        assert 0 < answer.origins.count("relay") < params.max_tokens
 
 
 def test_tiny_model_equals_transformers(tiny: Running, tiny_model: Path):
