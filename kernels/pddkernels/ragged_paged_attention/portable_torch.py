@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from pddkernels.kv_pages.portable_torch import gather_pages
 
 # Values of one plane that a decode group gathers at most (one row may exceed it): beyond it the copies leave the CPU's caches.
-GROUP_VALUES = 1 << 18
+GROUP_VALUES = 1 << 19
 # A row shorter than this share of its group's longest row starts a group of its own: padding costs as much as tokens.
 MIN_FILL = 0.5
 # Queries of a chunk that share one call: a block of queries need not see the keys after it, so smaller blocks skip more of the triangle.
@@ -31,12 +31,13 @@ QUERY_BLOCK = 256
 class DecodeGroup:
     """G rows of one new token, padded to S slots, the longest row's KV.
 
-    ``tokens`` [G] i64: the rows' places in the batch · ``page_heads`` [G * kv_heads * P] i64: see ``gather_pages`` ·
-    ``hidden`` [G, 1, S] bool: slots past a row's KV, None if there are none · ``dead`` [n] i64: the same slots among all gathered
-    [G * kv_heads * P * page_size].
+    ``tokens`` [G] i64: the rows' places in the batch, None if the group is the whole batch, in order · ``page_heads``
+    [G * kv_heads * P] i64: see ``gather_pages`` · ``hidden`` [G, 1, S] bool: slots past a row's KV, None if there are none ·
+    ``dead`` [n] i64: the same slots among all gathered [G * kv_heads * P * page_size].
     """
 
-    tokens: torch.Tensor
+    num_rows: int
+    tokens: torch.Tensor | None
     page_heads: torch.Tensor
     num_slots: int
     hidden: torch.Tensor | None
@@ -98,10 +99,12 @@ def ragged_paged_attention(
 
     ``queries`` [T, heads, dim] · ``k_pages``, ``v_pages`` [N, kv_heads, page_size, dim], the new tokens' KV already stored.
     """
-    out = torch.empty_like(queries)
     dtype = torch.promote_types(queries.dtype, k_pages.dtype)
+    if len(plan.groups) == 1 and plan.groups[0].tokens is None:
+        return _attend_group(queries, k_pages, v_pages, plan.groups[0], scale, dtype)
+    out = torch.empty_like(queries)
     for group in plan.groups:
-        _attend_group(queries, k_pages, v_pages, group, scale, dtype, out)
+        out.index_copy_(0, group.tokens, _attend_group(queries.index_select(0, group.tokens), k_pages, v_pages, group, scale, dtype))
     for chunk in plan.chunks:
         _attend_chunk(queries, k_pages, v_pages, chunk, scale, dtype, out)
     return out
@@ -114,11 +117,11 @@ def _attend_group(
     group: DecodeGroup,
     scale: float,
     dtype: torch.dtype,
-    out: torch.Tensor,
-) -> None:
-    num_rows, num_slots = len(group.tokens), group.num_slots
+) -> torch.Tensor:
+    """[G, heads, dim] for the group's ``queries`` [G, heads, dim]."""
+    num_rows, num_slots = group.num_rows, group.num_slots
     num_kv_heads, dim = k_pages.shape[1], k_pages.shape[3]
-    q = queries.index_select(0, group.tokens).view(num_rows * num_kv_heads, -1, dim)
+    q = queries.reshape(num_rows * num_kv_heads, -1, dim)
     k = gather_pages(k_pages, group.page_heads).view(num_rows * num_kv_heads, -1, dim)[:, :num_slots]
     v = gather_pages(v_pages, group.page_heads)
     if group.dead is not None:
@@ -129,7 +132,7 @@ def _attend_group(
     if group.hidden is not None:
         scores.view(num_rows, -1, num_slots).masked_fill_(group.hidden, float("-inf"))
     weights = scores.softmax(-1).to(dtype)
-    out.index_copy_(0, group.tokens, torch.bmm(weights, v.to(dtype)).view(num_rows, -1, dim).to(out.dtype))
+    return torch.bmm(weights, v.to(dtype)).view(num_rows, -1, dim).to(queries.dtype)
 
 
 def _attend_chunk(
@@ -166,12 +169,11 @@ def _plan_group(
     page_size: int,
     device: torch.device,
 ) -> DecodeGroup:
-    """``rows`` come longest first."""
     lens = kv_lens[rows]
-    num_slots = int(lens[0])
+    num_slots = int(lens.max())
     num_pages = -(-num_slots // page_size)
     hidden = dead = None
-    if lens[-1] < num_slots:
+    if lens.min() < num_slots:
         slots = np.arange(num_pages * page_size)
         past = (slots >= lens[:, None]) & (slots < num_slots)
         hidden = _to_device(past[:, None, :num_slots], device)
@@ -179,7 +181,8 @@ def _plan_group(
     # Entries past a row's own pages are not to be read: page 0 stands in, and all of its gathered slots are dead.
     used = np.arange(num_pages) * page_size < lens[:, None]
     index = _page_heads(np.where(used, page_tables[rows, :num_pages], 0), num_kv_heads)
-    return DecodeGroup(_to_device(row_starts[rows].astype(np.int64), device), _to_device(index, device), num_slots, hidden, dead)
+    tokens = None if len(rows) == row_starts[-1] else _to_device(row_starts[rows].astype(np.int64), device)
+    return DecodeGroup(len(rows), tokens, _to_device(index, device), num_slots, hidden, dead)
 
 
 def _page_heads(pages: np.ndarray, num_kv_heads: int) -> np.ndarray:
@@ -188,7 +191,7 @@ def _page_heads(pages: np.ndarray, num_kv_heads: int) -> np.ndarray:
 
 
 def _decode_groups(rows: np.ndarray, kv_lens: np.ndarray, values_per_token: int) -> list[np.ndarray]:
-    """Decode rows, longest first, cut where a group would gather too much or pad too much."""
+    """Decode rows, sorted by length and cut where a group would gather too much or pad too much; within a group in batch order."""
     if not rows.size:
         return []
     ordered = rows[np.argsort(-kv_lens[rows], kind="stable")]
@@ -197,9 +200,9 @@ def _decode_groups(rows: np.ndarray, kv_lens: np.ndarray, values_per_token: int)
         longest = int(kv_lens[ordered[first]])
         full = (i - first + 1) * longest * values_per_token > GROUP_VALUES
         if full or kv_lens[ordered[i]] < MIN_FILL * longest:
-            groups.append(ordered[first:i])
+            groups.append(np.sort(ordered[first:i]))
             first = i
-    groups.append(ordered[first:])
+    groups.append(np.sort(ordered[first:]))
     return groups
 
 
