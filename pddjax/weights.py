@@ -9,6 +9,7 @@ from flax import nnx
 
 from pddbridge.checkpoint import Checkpoint
 from pddbridge.model_spec import ModelSpec
+from pddbridge.rope import inverse_frequencies
 from pddjax.model import Llama
 
 
@@ -45,8 +46,6 @@ def load_model(checkpoint: Checkpoint, dtype: jnp.dtype, max_context_tokens: int
 
 
 def rope_table(spec: ModelSpec, num_positions: int) -> np.ndarray:
-    """cos and sin of ``position * theta ** (-2 i / dim)``: float32 [2, num_positions, dim / 2], in float32 as transformers has it."""
-    exponents = np.arange(0, spec.head_dim, 2, dtype=np.float32) / np.float32(spec.head_dim)
-    inverse_frequencies = (1.0 / np.float32(spec.rope_theta) ** exponents).astype(np.float32)
-    angles = np.arange(num_positions, dtype=np.float32)[:, None] * inverse_frequencies
+    """cos and sin of ``position * inverse frequency``: float32 [2, num_positions, dim / 2], in float32 as transformers has it."""
+    angles = np.arange(num_positions, dtype=np.float32)[:, None] * inverse_frequencies(spec)
     return np.stack((np.cos(angles), np.sin(angles)))
