@@ -237,6 +237,16 @@ def test_handoff_by_token_ids(k: int, chunks: int) -> None:
     main.assert_idle()
 
 
+def test_an_ingest_is_answered_when_the_kv_of_all_but_its_last_token_is_here() -> None:
+    driver = ExecutorDriver(FakeEngine(max_step_tokens=4))
+    driver.open("r", PROMPT, decode=False)
+    driver.run()
+    driver.ingest("r", 0, expected_log(PROMPT, 9), decode=False)
+    while not driver.of("r", m.Ingested):
+        driver.step()
+    assert computed(driver) == (22, 9, 0)  # the last prompt token and eight of the nine
+
+
 def test_tokens_that_come_before_the_kv_wait_for_it() -> None:
     log = expected_log(PROMPT, 6)
     main = ExecutorDriver(FakeEngine())
@@ -360,6 +370,28 @@ def test_requests_wait_for_pages_in_a_bounded_queue() -> None:
     driver.assert_idle()
 
 
+def test_a_page_is_left_for_the_growth_of_each_running_request() -> None:
+    driver = ExecutorDriver(FakeEngine(num_pages=6))
+    for n in range(2):
+        driver.open(f"r{n}", [100 + n] * 15, max_tokens=20)
+    driver.open("r2", [102] * 15, max_tokens=20)
+    assert (driver.kinds("r1"), driver.kinds("r2")) == (["Reserved"], [])
+
+
+def test_a_page_that_can_only_be_copied_from_or_evicted_is_evicted() -> None:
+    driver = ExecutorDriver(FakeEngine(num_pages=3))
+    driver.open("a", PROMPT, max_tokens=1)
+    driver.run()
+    driver.close("a")
+    other = [*PROMPT[:3], *range(200, 220)]  # all three pages are needed: none is left to copy the first three tokens from
+    driver.open("b", other, max_tokens=1)
+    driver.run()
+    assert driver.of("b", m.Reserved) == [m.Reserved(0, None)]
+    assert driver.log("b") == expected_log(other, 1)
+    driver.close("b")
+    driver.assert_idle()
+
+
 def test_a_waiting_request_has_a_deadline() -> None:
     driver = ExecutorDriver(FakeEngine(num_pages=4))
     driver.open("r0", PROMPT, decode=False)
@@ -428,6 +460,31 @@ def test_a_row_that_stands_still_leaves_its_place_to_another() -> None:
 
 
 # Faults.
+
+
+def test_a_failed_request_keeps_its_pages_until_it_is_closed() -> None:
+    """Its transfer may still write them: only closing, after the fence, gives them back."""
+    driver = ExecutorDriver(FakeEngine())
+    driver.open("r", PROMPT, transfer=True, deadline=5.0)
+    driver.executor.expire(5.0)
+    assert driver.of("r", m.Failed)[0].code is Code.DEADLINE_EXCEEDED
+    assert driver.snapshot().pages.pinned == 3
+    driver.close("r")
+    driver.assert_idle()
+
+
+def test_a_push_that_ended_is_read_for_no_more() -> None:
+    limits = ExecutorLimits(push_window_bytes=1, push_piece_bytes=1)
+    driver = ExecutorDriver(FakeEngine(), limits=limits)
+    driver.open("p", PROMPT, decode=False, push_to=[m.PushTo("relay", 0), m.PushTo("main", 0)])
+    driver.run()
+    driver.executor.handle(m.PushEnded("p", "main"))
+    for _ in range(30):
+        driver.executor.handle(m.PushAcknowledged("p", "relay", 192))
+        driver.executor.handle(m.PushAcknowledged("p", "main", 192))
+    assert [read.targets for read in driver.of("p", m.KVRead)] == [("relay", "main"), *[("relay",)] * 21]
+    driver.close("p")
+    driver.assert_idle()
 
 
 def test_a_failing_step_fails_its_requests_and_no_others() -> None:

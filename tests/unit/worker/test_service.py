@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import grpc
 import pytest
 
+from pdd.worker import messages as m
 from pdd.worker.executor import ExecutorLimits
 from pddbridge.engine import Step
 from pddbridge.rpc.gen import worker_pb2
@@ -155,8 +156,11 @@ async def test_a_small_window_moves_a_long_prompt_piece_by_piece() -> None:
             await stream.half_close()
 
 
-async def test_a_failed_push_is_told_and_the_other_target_still_gets_its_kv() -> None:
+async def test_a_failed_push_is_told_and_the_other_target_still_gets_its_kv(monkeypatch: pytest.MonkeyPatch) -> None:
     async with WorkerHarness("p", FakeEngine) as prefill, WorkerHarness("main", FakeEngine) as main:
+        posted: list[m.Command] = []
+        post = prefill.step_loop.post
+        monkeypatch.setattr(prefill.step_loop, "post", lambda command: (posted.append(command), post(command)))
         on_main = main.attach().open("r", PROMPT, transfer=True)
         good = main.target((await on_main.until("reserved")).reserved)
         bad = worker_pb2.PushTarget(target="gone", host="127.0.0.1", port=main.kv_port, epoch=good.epoch, transfer_id=999, first_token=0)
@@ -164,6 +168,7 @@ async def test_a_failed_push_is_told_and_the_other_target_still_gets_its_kv() ->
         events = [await on_prefill.next() for _ in range(4)]
         failed = [event.failed for event in events if event.WhichOneof("event") == "failed"]
         assert [(f.target, f.code) for f in failed] == [("gone", "NOT_FOUND")]
+        assert m.PushEnded("r", "gone") in posted  # nothing more is read for it
         assert sorted(str(kind) for kind in on_prefill.kinds()) == ["failed", "prefilled", "pushed", "reserved"]
         assert await on_main.tokens(8) == expected_log(PROMPT, 8)
         for stream in (on_main, on_prefill):
@@ -332,14 +337,26 @@ async def test_ending_the_stream_in_every_state_returns_all_pages(state: str, ho
         await again.half_close()
 
 
-async def test_a_deadline_on_the_workers_own_clock_ends_the_request() -> None:
+async def test_a_deadline_on_the_workers_own_clock_ends_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     async with WorkerHarness("w", FakeEngine) as worker:
-        stream = worker.attach().open("r", PROMPT, transfer=True, timeout_s=0.2)
+        fence, fenced = worker.traffic.fence, asyncio.Event()
+
+        async def slow_fence(transfer_id: int) -> None:
+            await asyncio.wait_for(fenced.wait(), 10)
+            await fence(transfer_id)
+
+        monkeypatch.setattr(worker.traffic, "fence", slow_fence)
+        stream = worker.attach().open("r", PROMPT, transfer=True, timeout_s=0.1)
         await stream.until("reserved")
-        failed = (await stream.next()).failed
+        failing = asyncio.create_task(stream.next())
+        done, _ = await asyncio.wait((failing,), timeout=0.4)
+        assert not done  # a failure is told only after all pages are back
+        assert (await worker.ledger()).num_requests == 1
+        fenced.set()
+        failed = (await failing).failed
         assert (failed.code, failed.target) == ("DEADLINE_EXCEEDED", "")
         ledger = await worker.ledger()
-        assert (ledger.pinned_pages, ledger.num_requests, ledger.num_incoming_transfers) == (0, 0, 0)  # before the event was sent
+        assert (ledger.pinned_pages, ledger.num_requests, ledger.num_incoming_transfers) == (0, 0, 0)
         with pytest.raises(EOFError):
             await stream.next()
 
