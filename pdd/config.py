@@ -11,7 +11,8 @@ from typing import Annotated, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-Role = Literal["prefill", "relay", "main"]
+from pdd.roles import Role
+
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
 Port = Annotated[int, Field(ge=1, le=65535)]
 

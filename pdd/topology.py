@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pdd.config import Role
+from pdd.roles import Role
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-Role = Literal["prefill", "relay", "main"]  # pdd.config's, which policies may not import: it reads files
+from pdd.roles import Role
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import grpc
 import grpc.aio
 
-from pdd.config import Role
 from pdd.errors import Code, PddError
 from pdd.policy.routing import WorkerLoad, least_loaded
+from pdd.roles import Role
 from pdd.serving.worker_events import Failed
 from pdd.serving.worker_stream import WorkerStream
 from pdd.topology import Topology, WorkerPlace

@@ -14,6 +14,7 @@ from pddbridge import stops
 from pddbridge.rpc.convert import params_to_proto
 from pddbridge.rpc.gen import worker_pb2, worker_pb2_grpc
 from pddbridge.sampling_params import SamplingParams
+from tests.support.ledger import IDLE_WITHIN_S, busy
 
 
 def launch_config(
@@ -74,22 +75,15 @@ def ledgers(deployment: Deployment) -> dict[str, worker_pb2.LedgerReply]:
     return {place.name: ledger(deployment, place.name) for place in deployment.topology.workers}
 
 
-def assert_idle(deployment: Deployment, within_s: float = 1.0) -> None:
+def assert_idle(deployment: Deployment, within_s: float = IDLE_WITHIN_S) -> None:
     """Within ``within_s`` every worker holds no request, no transfer and no pinned page, and its pages add up."""
     deadline_s = time.monotonic() + within_s
     while True:
-        found = ledgers(deployment)
-        busy = [name for name, reply in found.items() if not _idle(reply)]
-        if not busy:
+        held = {name: found for name, reply in ledgers(deployment).items() if (found := busy(reply)) is not None}
+        if not held:
             return
-        if time.monotonic() > deadline_s:
-            raise AssertionError(f"not idle after {within_s} s: " + "; ".join(f"{n}: {str(found[n]).split()}" for n in busy))
+        assert time.monotonic() < deadline_s, f"after {within_s} s still held: {held}"
         time.sleep(0.02)
-
-
-def _idle(reply: worker_pb2.LedgerReply) -> bool:
-    assert reply.free_pages + reply.cached_pages + reply.pinned_pages == reply.total_pages, reply
-    return not (reply.pinned_pages or reply.num_requests or reply.num_incoming_transfers or reply.num_outgoing_transfers)
 
 
 async def single_engine_run(address: str, prompt_ids: Sequence[int], params: SamplingParams, tenant: str = "single") -> list[int]:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 import grpc.aio
 
-from pdd.config import LaunchConfig, Role
+from pdd.config import LaunchConfig
+from pdd.roles import Role
 from pdd.serving.coordinator import Coordinator
 from pdd.serving.metrics import Metrics
 from pdd.serving.text.model import TextModel
