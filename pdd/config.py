@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from pdd.faults import Fault, RandomFaults
 from pdd.roles import Role
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
@@ -22,11 +23,13 @@ class _Strict(BaseModel):
 
 
 class EmulatedLink(_Strict):
-    """What the emulator does to each direction of a link."""
+    """What the emulator does to each direction of a link, and what goes wrong on it."""
 
     rate_mbit_s: Annotated[float, Field(gt=0)]
     rtt_ms: Annotated[float, Field(ge=0, le=10_000)] = 0.0
     jitter_ms: Annotated[float, Field(ge=0, le=10_000)] = 0.0
+    faults: tuple[Fault, ...] = ()
+    random_faults: RandomFaults | None = None
 
 
 class LinkConfig(_Strict):

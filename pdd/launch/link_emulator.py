@@ -1,6 +1,7 @@
 """The wide-area link on one machine: a TCP proxy per worker port, all of a site pair sharing one line per direction. Needs no root.
 
-It carries KV *and* control, so that both feel the same rate, round trip and jitter. See :mod:`pdd.launch.shaper` for the timing.
+It carries KV *and* control, so that both feel the same rate, round trip and jitter: see :mod:`pdd.launch.shaper`. And it lets go wrong
+what its script says: see :mod:`pdd.faults`.
 Run by the launcher as a process of its own: ``python -m pdd.launch.link_emulator --config C --topology T``.
 """
 
@@ -8,20 +9,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import signal
 import socket
 import sys
-from collections import deque
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 
 from pdd.config import EmulatedLink, LaunchConfig, load
+from pdd.faults import Fault, PortKind
 from pdd.launch import child
-from pdd.launch.shaper import Direction, Flow
+from pdd.launch.link_connection import Connection, reset_on_close
+from pdd.launch.shaper import Direction
 from pdd.topology import Address, Topology
-
-_READ_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class ProxyPort:
     far: str
     listen: Address
     target: Address
+    carries: PortKind = "kv"
 
 
 def proxy_ports(config: LaunchConfig, topology: Topology) -> list[tuple[ProxyPort, EmulatedLink]]:
@@ -41,40 +43,66 @@ def proxy_ports(config: LaunchConfig, topology: Topology) -> list[tuple[ProxyPor
         for route in place.routes:
             link = config.link(route.from_site, place.site)
             if link is not None and link.emulate is not None:
-                found.append((ProxyPort(route.from_site, place.site, route.control, place.control), link.emulate))
-                found.append((ProxyPort(route.from_site, place.site, route.kv, place.kv), link.emulate))
+                found.append((ProxyPort(route.from_site, place.site, route.control, place.control, "control"), link.emulate))
+                found.append((ProxyPort(route.from_site, place.site, route.kv, place.kv, "kv"), link.emulate))
     return found
 
 
-class _Writer:
-    """Delivers a flow's bytes to a socket in order, without blocking the line."""
+class _Entrance:
+    """One listening port: its live connections, and what its link's script has for them. Times of ``at_s`` count from here."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._queue: deque[bytes] = deque()
-        self._wake = asyncio.Event()
+    def __init__(self, port: ProxyPort, link: EmulatedLink, there: Direction, back: Direction) -> None:
+        self.port = port
+        self.script = (*link.faults, *(link.random_faults.draw() if link.random_faults else ()))
+        self._there = there
+        self._back = back
+        self._loop = asyncio.get_running_loop()
+        self._num_accepted = 0
+        self._live: set[Connection] = set()
+        self._lasting: list[tuple[Fault, float]] = []
+        now_s = self._loop.time()
+        self.timers = [self._loop.call_at(now_s + f.at_s, self.strike, f) for f in self.script if f.at_s is not None]
 
-    def put(self, data: bytes) -> None:
-        self._queue.append(data)
-        self._wake.set()
+    def strike(self, fault: Fault) -> None:
+        """Let ``fault`` happen now to every live connection, and to those accepted while it lasts."""
+        if fault.port not in (None, self.port.carries):
+            return
+        if fault.kind in ("stall", "black_hole"):
+            self._lasting.append((fault, math.inf if fault.duration_s is None else self._loop.time() + fault.duration_s))
+        for connection in self._live:
+            connection.strike(fault)
 
-    @property
-    def queued_bytes(self) -> int:
-        return sum(map(len, self._queue))
+    async def carry(self, near: socket.socket) -> None:
+        """One connection from accept to end. A far end that cannot be reached shows as a reset, as it would without us."""
+        number, self._num_accepted = self._num_accepted, self._num_accepted + 1
+        far = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            for sock in (near, far):
+                sock.setblocking(False)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # The kernel accepted at once; a real connection would have taken one round trip.
+            await asyncio.sleep(self._there.delay_s + self._back.delay_s)
+            await self._loop.sock_connect(far, (self.port.target.host, self.port.target.port))
+            own = [f for f in self.script if f.at_s is None and f.concerns(self.port.carries, number)]
+            connection = Connection(near, far, self._there, self._back, own)
+            self._live.add(connection)
+            try:
+                self._strike_new(connection)
+                await connection.run()
+            finally:
+                self._live.discard(connection)
+        except OSError:
+            reset_on_close(near)
+        finally:
+            near.close()
+            far.close()
 
-    async def run(self) -> None:
-        """Until the end of the stream, which is passed on as a half-close."""
-        loop = asyncio.get_running_loop()
-        while True:
-            while not self._queue:
-                self._wake.clear()
-                await self._wake.wait()
-            data = self._queue[0]
-            if not data:
-                self._sock.shutdown(socket.SHUT_WR)
-                return
-            await loop.sock_sendall(self._sock, data)
-            self._queue.popleft()
+    def _strike_new(self, connection: Connection) -> None:
+        now_s = self._loop.time()
+        self._lasting = [(fault, until_s) for fault, until_s in self._lasting if until_s > now_s]
+        for fault, until_s in self._lasting:
+            left_s = None if math.isinf(until_s) else until_s - now_s
+            connection.strike(fault.model_copy(update={"duration_s": left_s}))
 
 
 class LinkEmulator:
@@ -84,6 +112,7 @@ class LinkEmulator:
         self.directions: dict[tuple[str, str], Direction] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._listeners: list[socket.socket] = []
+        self._entrances: list[_Entrance] = []
 
     async def add(self, port: ProxyPort, link: EmulatedLink) -> Address:
         """Listen; returns the address really bound (a port of 0 picks one). Raises OSError when it cannot."""
@@ -94,10 +123,20 @@ class LinkEmulator:
         listener = socket.create_server((port.listen.host, port.listen.port), backlog=128)
         listener.setblocking(False)
         self._listeners.append(listener)
-        self._spawn(self._accept(listener, port))
+        entrance = _Entrance(port, link, self.directions[port.near, port.far], self.directions[port.far, port.near])
+        self._entrances.append(entrance)
+        self._spawn(self._accept(listener, entrance))
         return Address(port.listen.host, listener.getsockname()[1])
 
+    def strike(self, fault: Fault) -> None:
+        """Let ``fault`` happen now on every link, whatever its trigger says: see :meth:`_Entrance.strike`."""
+        for entrance in self._entrances:
+            entrance.strike(fault)
+
     async def close(self) -> None:
+        for entrance in self._entrances:
+            for timer in entrance.timers:
+                timer.cancel()
         for listener in self._listeners:
             listener.close()
         for task in list(self._tasks):
@@ -109,56 +148,11 @@ class LinkEmulator:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _accept(self, listener: socket.socket, port: ProxyPort) -> None:
+    async def _accept(self, listener: socket.socket, entrance: _Entrance) -> None:
         loop = asyncio.get_running_loop()
         while True:
             near, _ = await loop.sock_accept(listener)
-            self._spawn(self._carry(near, port))
-
-    async def _carry(self, near: socket.socket, port: ProxyPort) -> None:
-        """One connection from accept to end. A far end that cannot be reached shows as a reset, as it would without us."""
-        loop = asyncio.get_running_loop()
-        there, back = self.directions[port.near, port.far], self.directions[port.far, port.near]
-        near.setblocking(False)
-        far = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        far.setblocking(False)
-        try:
-            for sock in (near, far):
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            # The kernel accepted at once; a real connection would have taken one round trip.
-            await asyncio.sleep(there.delay_s + back.delay_s)
-            await loop.sock_connect(far, (port.target.host, port.target.port))
-            jobs = [asyncio.ensure_future(_one_way(a, b, d)) for a, b, d in ((near, far, there), (far, near, back))]
-            try:
-                await asyncio.gather(*jobs)
-            finally:
-                for job in jobs:
-                    job.cancel()
-        except OSError:
-            near.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
-        finally:
-            near.close()
-            far.close()
-
-
-async def _one_way(source: socket.socket, sink: socket.socket, direction: Direction) -> None:
-    loop = asyncio.get_running_loop()
-    writer = _Writer(sink)
-    flow = Flow(direction, writer.put)
-    delivery = asyncio.ensure_future(writer.run())
-    try:
-        while not delivery.done():
-            if flow.buffered_bytes + writer.queued_bytes >= direction.buffer_limit_bytes:
-                await asyncio.sleep(0.001)
-                continue
-            data = await loop.sock_recv(source, _READ_BYTES)
-            flow.offer(data)
-            if not data:
-                break
-        await delivery
-    finally:
-        flow.close()
-        delivery.cancel()
+            self._spawn(entrance.carry(near))
 
 
 async def _serve(config: LaunchConfig, topology: Topology) -> None:
