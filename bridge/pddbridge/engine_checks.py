@@ -8,18 +8,20 @@ from __future__ import annotations
 import numpy as np
 
 from pddbridge.engine import EngineConfig, KVBlock, Step
-from pddbridge.kv_spec import KV_DTYPES, KVSpec, TokenRange
+from pddbridge.kv_spec import KVSpec, TokenRange
 from pddbridge.model_spec import ModelSpec
 
 COMPUTE_DTYPES = ("float32", "bfloat16")
+# What the engines here keep; the bridge moves more (KV_DTYPES).
+ENGINE_KV_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def check_config(config: EngineConfig, spec: ModelSpec) -> None:
     """Refuse an engine config that no step could satisfy, or that asks for more context than the model has."""
     if config.compute_dtype not in COMPUTE_DTYPES:
         raise ValueError(f"compute_dtype: given {config.compute_dtype!r}, allowed {list(COMPUTE_DTYPES)}")
-    if config.kv_dtype not in KV_DTYPES:
-        raise ValueError(f"kv_dtype: given {config.kv_dtype!r}, allowed {sorted(KV_DTYPES)}")
+    if config.kv_dtype not in ENGINE_KV_DTYPES:
+        raise ValueError(f"kv_dtype: given {config.kv_dtype!r}, allowed {sorted(ENGINE_KV_DTYPES)}")
     for name in ("page_size", "num_pages", "max_context_tokens", "max_step_tokens", "max_rows", "num_threads"):
         if (given := getattr(config, name)) < 1:
             raise ValueError(f"{name}: given {given}, allowed 1 or more")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict
 
 import numpy as np
 
@@ -39,7 +38,7 @@ def fingerprint(spec: ModelSpec, weights_digest: str, kv_spec: KVSpec) -> str:
         "attention_bias": spec.attention_bias,
         "mlp_bias": spec.mlp_bias,
         "weights": weights_digest,
-        "kv": asdict(kv_spec),
+        "kv": kv_spec.facts(),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 

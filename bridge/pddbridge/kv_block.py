@@ -26,9 +26,9 @@ def check_block(spec: KVSpec, block: KVBlock) -> tuple[KVGroup, int]:
     if block.heads.stop > plane.num_heads:
         raise ValueError(f"KVBlock.heads: given {block.heads}, plane {plane.name!r} has {plane.num_heads} heads")
     want = (len(block.layers), len(block.tokens), len(block.heads), plane.head_dim)
-    if block.values.shape != want or block.values.dtype != spec.np_dtype:
+    if block.values.shape != want or block.values.dtype != spec.np_dtype_of(plane):
         given = f"{block.values.dtype}{list(block.values.shape)}"
-        raise ValueError(f"KVBlock.values: given {given}, its ranges and the spec say {spec.dtype}{list(want)}")
+        raise ValueError(f"KVBlock.values: given {given}, its ranges and the spec say {spec.dtype_of(plane)}{list(want)}")
     if not block.values.flags.c_contiguous:
         raise ValueError("KVBlock.values: must be C-contiguous")
     return group, plane_index

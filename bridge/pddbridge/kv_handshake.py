@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Final, Literal
 
 from crc32c import crc32c
@@ -171,7 +171,7 @@ _COMPARED: Final = ("protocol_version", "wire_layout", "kv_spec", "fingerprint")
 
 def _compared(mine: Handshake) -> dict[str, str]:
     """What must be equal on both sides, as text: numbers in decimal, the spec as sorted compact JSON."""
-    spec = json.dumps(asdict(mine.kv_spec), sort_keys=True, separators=(",", ":"))
+    spec = json.dumps(mine.kv_spec.facts(), sort_keys=True, separators=(",", ":"))
     values = (str(mine.protocol_version), mine.wire_layout, spec, mine.fingerprint)
     return dict(zip(_COMPARED, values, strict=True))
 

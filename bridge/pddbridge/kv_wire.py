@@ -22,7 +22,7 @@ MAGIC: Final = b"PDDK"
 FORMAT_VERSION: Final = 1
 MAX_PAYLOAD_BYTES: Final = 1 << 20
 # Codes are the wire's own; names are KV_DTYPES'.
-DTYPE_CODES: Final = {"float32": 1, "bfloat16": 2, "float16": 3}
+DTYPE_CODES: Final = {"float32": 1, "bfloat16": 2, "float16": 3, "float8_e4m3fn": 4, "float8_e5m2": 5, "int8": 6}
 
 PREFIX: Final = struct.Struct("<4sHH")
 # transfer_id, epoch, sequence, group, plane, layers, tokens, heads, codec, dtype, reserved, payload_crc, payload_bytes
@@ -44,6 +44,11 @@ class Kind(IntEnum):
     FRAME = 16
     ACK = 17
     NACK = 18
+    ASK = 19
+    HAVE = 20
+    STOP = 21
+    PING = 22
+    PONG = 23
 
 
 class Codec(IntEnum):
@@ -143,7 +148,7 @@ def frame_of(spec: KVSpec, transfer_id: int, epoch: int, sequence: int, block: K
         block.tokens,
         block.heads,
         Codec.RAW,
-        spec.dtype,
+        spec.dtype_of(group.planes[plane]),
         crc32c(payload_view(block.values)),
         block.values.nbytes,
     )
@@ -176,15 +181,16 @@ def encode_frame_header(header: FrameHeader) -> bytes:
 
 def decode_frame_header(data: bytes | bytearray | memoryview, spec: KVSpec) -> FrameHeader:
     """Read a frame header and check every field against ``spec``. Raises WireError. Nothing is allocated from its fields."""
-    _, fields = _checked(data, _FRAME, FRAME_HEADER_BYTES, (Kind.FRAME,))
+    _, fields = checked_header(data, _FRAME, FRAME_HEADER_BYTES, (Kind.FRAME,))
     transfer_id, epoch, sequence, group_index, plane_index, l0, l1, t0, t1, h0, h1, codec, dtype, reserved, crc, size = fields
     if reserved:
         raise WireError(WireFault.RESERVED, f"reserved bits are {reserved:#x}, must be 0")
     if codec not in tuple(Codec):
         raise WireError(WireFault.CODEC, f"given {codec}, allowed {[c.value for c in Codec]}")
-    if dtype != DTYPE_CODES[spec.dtype]:
-        raise WireError(WireFault.DTYPE, f"given code {dtype}, negotiated {DTYPE_CODES[spec.dtype]} ({spec.dtype})")
     group, plane = _plane_at(spec, group_index, plane_index)
+    negotiated = spec.dtype_of(plane)
+    if dtype != DTYPE_CODES[negotiated]:
+        raise WireError(WireFault.DTYPE, f"given code {dtype}, negotiated {DTYPE_CODES[negotiated]} ({negotiated})")
     for what, start, stop, low, high in (
         ("layers", l0, l1, group.first_layer, group.first_layer + group.num_layers),
         ("tokens", t0, t1, 0, _U32 - 1),
@@ -192,18 +198,18 @@ def decode_frame_header(data: bytes | bytearray | memoryview, spec: KVSpec) -> F
     ):
         if not low <= start < stop <= high:
             raise WireError(WireFault.RANGE, f"{what}: given [{start}, {stop}), must be non-empty and within [{low}, {high})")
-    want = (l1 - l0) * (t1 - t0) * (h1 - h0) * plane.head_dim * spec.np_dtype.itemsize
+    want = (l1 - l0) * (t1 - t0) * (h1 - h0) * plane.head_dim * spec.np_dtype_of(plane).itemsize
     if size != want or size > MAX_PAYLOAD_BYTES:
         raise WireError(WireFault.SIZE, f"payload of {size} bytes, the ranges say {want}, at most {MAX_PAYLOAD_BYTES} are allowed")
     ranges = (LayerRange(l0, l1), TokenRange(t0, t1), HeadRange(h0, h1))
-    return FrameHeader(transfer_id, epoch, sequence, group_index, plane_index, *ranges, Codec(codec), spec.dtype, crc, size)
+    return FrameHeader(transfer_id, epoch, sequence, group_index, plane_index, *ranges, Codec(codec), negotiated, crc, size)
 
 
 def empty_values(header: FrameHeader, spec: KVSpec) -> np.ndarray:
     """Uninitialised values [layers, tokens, heads, dim] to receive the payload of a checked ``header`` into."""
     _, plane = _plane_at(spec, header.group, header.plane)
     shape = (len(header.layers), len(header.tokens), len(header.heads), plane.head_dim)
-    return np.empty(shape, spec.np_dtype)
+    return np.empty(shape, spec.np_dtype_of(plane))
 
 
 def block_of(header: FrameHeader, spec: KVSpec, values: np.ndarray) -> KVBlock:
@@ -233,7 +239,7 @@ def encode_reply(reply: Reply) -> bytes:
 
 def decode_reply(data: bytes | bytearray | memoryview) -> Reply:
     """Read an ACK or NACK. Raises WireError."""
-    kind, (transfer_id, epoch, sequence, reason) = _checked(data, _REPLY, REPLY_BYTES, (Kind.ACK, Kind.NACK))
+    kind, (transfer_id, epoch, sequence, reason) = checked_header(data, _REPLY, REPLY_BYTES, (Kind.ACK, Kind.NACK))
     allowed = (0,) if kind == Kind.ACK else tuple(NackReason)
     if reason not in allowed:
         raise WireError(WireFault.RANGE, f"reason: given {reason}, allowed {[int(r) for r in allowed]}")
@@ -254,10 +260,13 @@ def check_prefix(data: bytes | bytearray | memoryview, kinds: tuple[Kind, ...]) 
     return Kind(kind)
 
 
-def _checked(
+def checked_header(
     data: bytes | bytearray | memoryview, layout: struct.Struct, size: int, kinds: tuple[Kind, ...]
 ) -> tuple[Kind, tuple[int, ...]]:
-    """Kind and the fields after the prefix, once size, prefix and checksum are right."""
+    """Kind and the fields after the prefix of a header laid out as ``layout`` and ending in its CRC32C; ``size`` is that of both.
+
+    Raises WireError unless size, prefix and checksum are right.
+    """
     if len(data) != size:
         raise WireError(WireFault.TRUNCATED, f"{len(data)} bytes, the header has {size}")
     kind = check_prefix(data, kinds)
