@@ -38,6 +38,17 @@ class SizeBounds:
         return self.smallest <= size <= self.largest
 
 
+@dataclass(frozen=True)
+class CodecSpeed:
+    """``ratio``: raw bytes per coded byte, 1 where the codec declines. Speeds in raw bytes per second of one thread."""
+
+    codec_id: CodecId
+    lossless: bool
+    ratio: float
+    encode_bytes_s: float
+    decode_bytes_s: float
+
+
 class Codec(Protocol):
     """Stateless and safe to call from several threads. ``values`` are [layers, tokens, heads, dim], C-contiguous, not empty."""
 

@@ -1,7 +1,7 @@
 """The lossless codec: values split into byte planes, each plane by itself through zstd level 1, or as it is where that does not help.
 
-The exponent's bytes of neighbouring KV values resemble each other, the mantissa's do not; mixed, neither compresses. Of bfloat16 the sign is
-first rotated to the low end, so that the eight bits of the exponent share one plane.
+The exponent's bytes of neighbouring KV values resemble each other, the mantissa's do not; mixed, neither compresses. Of bfloat16 the sign
+is first rotated to the low end, so that the eight bits of the exponent share one plane.
 
 Payload: per plane, from the least significant byte up: mode (1 byte: 0 stored, 1 zstd), bytes that follow (4, little endian), those bytes.
 """

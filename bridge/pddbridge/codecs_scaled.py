@@ -1,8 +1,8 @@
 """The lossy codecs: int8 and fp8 (OCP e4m3) codes with one scale per block of neighbouring dims of a head of a token. Only where allowed.
 
-A block is ``BLOCK_DIMS`` values, the last of a head may be shorter. Its scale is the block's largest magnitude over the largest code, rounded
-up to bfloat16, so no code overflows. Payload: scales [layers, tokens, heads, blocks] bfloat16, then codes [layers, tokens, heads, dim], one
-byte each. Blocks with a NaN or an infinity have no scale: such values go raw.
+A block is ``BLOCK_DIMS`` values, the last of a head may be shorter. Its scale is the block's largest magnitude over the largest code,
+rounded up to bfloat16, so no code overflows. Payload: scales [layers, tokens, heads, blocks] bfloat16, then codes [layers, tokens, heads,
+dim], one byte each. Blocks with a NaN or an infinity have no scale: such values go raw.
 
 Errors, for a block with scale s, before rounding to the values' dtype: int8 at most s / 2; fp8 at most the larger of |x| / 16 and s / 1024.
 """
@@ -55,12 +55,8 @@ class ScaledCodec:
         if not np.isfinite(largest).all():
             return None
         scales = _round_up(largest / np.float32(self.largest_code), largest)
-        with np.errstate(divide="ignore"):
-            wide /= np.repeat(np.where(scales > 0, scales, 1).astype(np.float32), _block_sizes(values.shape[-1]), axis=-1)
-        if self.codes == _INT8:
-            codes = np.rint(wide, out=wide).astype(np.int8)
-        else:
-            codes = wide.astype(_FP8)
+        wide /= np.repeat(np.where(scales > 0, scales, 1).astype(np.float32), _block_sizes(values.shape[-1]), axis=-1)
+        codes = np.rint(wide, out=wide).astype(np.int8) if self.codes == _INT8 else wide.astype(_FP8)
         return scales.tobytes() + codes.tobytes()
 
     def decode_into(self, payload: bytes | bytearray | memoryview, values: np.ndarray) -> None:

@@ -4,26 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
-from pddbridge.codecs_base import Codec, CodecId, encode_frame
-
-
-@dataclass(frozen=True)
-class CodecSpeed:
-    """``ratio``: raw bytes per coded byte, 1 where the codec declines. Speeds in raw bytes per second of one thread."""
-
-    codec_id: CodecId
-    lossless: bool
-    ratio: float
-    encode_bytes_s: float
-    decode_bytes_s: float
+from pddbridge.codecs_base import Codec, CodecSpeed, encode_frame
 
 
 def measure_speed(codec: Codec, values: np.ndarray, repeats: int = 3, clock: Callable[[], float] = time.perf_counter) -> CodecSpeed:
-    """Code ``values`` [layers, tokens, heads, dim], KV of the kind that will be sent (random bits compress worse); the best of ``repeats``."""
+    """Code ``values`` [layers, tokens, heads, dim], KV of the kind that will be sent (noise does not get smaller); best of ``repeats``."""
     codec_id, payload = encode_frame(codec, values)
     if codec_id != codec.codec_id:
         return CodecSpeed(codec.codec_id, codec.lossless, 1.0, float("inf"), float("inf"))

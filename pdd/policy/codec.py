@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pddbridge.codecs_base import CodecId
-from pddbridge.codecs_speed import CodecSpeed
+from pddbridge.codecs_base import CodecId, CodecSpeed
 
 # Coding takes processor time from prefill and decode; a gain smaller than this is not worth it.
 MIN_GAIN = 1.15

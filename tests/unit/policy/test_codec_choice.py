@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdd.policy.codec import MIN_GAIN, choose_codec, coded_bytes_s
-from pddbridge.codecs_base import CodecId
-from pddbridge.codecs_speed import CodecSpeed
+from pddbridge.codecs_base import CodecId, CodecSpeed
 
 ZSTD = CodecSpeed(CodecId.ZSTD_PLANES, True, 1.45, 0.35e9, 1.0e9)
 INT8 = CodecSpeed(CodecId.INT8_BLOCKS, False, 1.88, 0.6e9, 1.6e9)
