@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
+
 import numpy as np
 
 from pddbridge.kv_spec import HeadRange, KVSpec, LayerRange, TokenRange
+
+# Group, plane, and absolute ranges: what one frame covers.
+Rectangle = tuple[int, int, LayerRange, TokenRange, HeadRange]
 
 
 class Coverage:
@@ -48,6 +54,44 @@ class Coverage:
         cells[...] = True
         self.num_free -= cells.size
 
+    def mark(self, group: int, plane: int, layers: LayerRange, tokens: TokenRange, heads: HeadRange) -> None:
+        """Take the cells of a rectangle that lie inside what is expected, whether they are free or not."""
+        mine = self._heads[group][plane]
+        t0, t1 = max(tokens.start, self.tokens.start), min(tokens.stop, self.tokens.stop)
+        h0, h1 = max(heads.start, mine.start), min(heads.stop, mine.stop)
+        if t0 < t1 and h0 < h1:
+            cells = self._cells(group, plane, layers, TokenRange(t0, t1), HeadRange(h0, h1))
+            self.num_free -= cells.size - int(np.count_nonzero(cells))
+            cells[...] = True
+
+    def taken(self) -> Iterator[Rectangle]:
+        """Disjoint rectangles that hold exactly the taken cells; one per plane and token range when whole chunks were taken."""
+        for group, planes in enumerate(self._taken):
+            for plane, cells in enumerate(planes):
+                first_head = self._heads[group][plane].start
+                yield from self._rectangles(group, plane, cells, self._first_layers[group], self.tokens.start, first_head)
+
+    def free_within(self, group: int, plane: int, layers: LayerRange, tokens: TokenRange, heads: HeadRange) -> Iterator[Rectangle]:
+        """Disjoint rectangles that hold exactly the free cells of a rectangle."""
+        cells = ~self._cells(group, plane, layers, tokens, heads)
+        yield from self._rectangles(group, plane, cells, layers.start, tokens.start, heads.start)
+
+    @staticmethod
+    def _rectangles(group: int, plane: int, cells: np.ndarray, layer: int, token: int, head: int) -> Iterator[Rectangle]:
+        """Of the True cells [layers, tokens, heads]; the last three arguments are absolute: where ``cells`` starts."""
+        for t0, t1 in _runs(np.moveaxis(cells, 1, 0)):
+            for l0, l1 in _runs(cells[:, t0]):
+                row = cells[l0, t0]
+                for h0, h1 in _runs(row):
+                    if row[h0]:
+                        yield (
+                            group,
+                            plane,
+                            LayerRange(layer + l0, layer + l1),
+                            TokenRange(token + t0, token + t1),
+                            HeadRange(head + h0, head + h1),
+                        )
+
     def _cells(self, group: int, plane: int, layers: LayerRange, tokens: TokenRange, heads: HeadRange) -> np.ndarray:
         assert self.contains(group, plane, tokens, heads)
         first_layer, first_token, first_head = self._first_layers[group], self.tokens.start, self._heads[group][plane].start
@@ -56,3 +100,11 @@ class Coverage:
             tokens.start - first_token : tokens.stop - first_token,
             heads.start - first_head : heads.stop - first_head,
         ]
+
+
+def _runs(rows: np.ndarray) -> Iterator[tuple[int, int]]:
+    """``[start, stop)`` of equal neighbours along the first axis."""
+    flat = rows.reshape(len(rows), -1)
+    changes = np.flatnonzero((flat[1:] != flat[:-1]).any(axis=1)) + 1
+    ends = [0, *changes.tolist(), len(rows)]
+    yield from pairwise(ends)

@@ -10,14 +10,18 @@ A receiver's pages may go back to the pool only from ``released``; ``released`` 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final, Literal
 
+import numpy as np
+from crc32c import crc32c
+
 from pddbridge.engine import KVBlock
 from pddbridge.kv_block import check_block, split_block
-from pddbridge.kv_coverage import Coverage
-from pddbridge.kv_spec import HeadRange, KVSpec, LayerRange, TokenRange
+from pddbridge.kv_coverage import Coverage, Rectangle
+from pddbridge.kv_spec import HeadRange, KVSpec, TokenRange
 from pddbridge.kv_wire import MAX_PAYLOAD_BYTES, FrameHeader, NackReason, frame_of
 
 # gRPC status names, those that cross processes as they are.
@@ -83,9 +87,6 @@ class Admission(Enum):
     DEAD = "dead"
 
 
-_Rectangle = tuple[int, int, LayerRange, TokenRange, HeadRange]
-
-
 class Receiver:
     """One incoming transfer of ``tokens`` (all planes, layers and heads of ``spec``), from however many senders.
 
@@ -98,9 +99,10 @@ class Receiver:
         self.transfer_id = transfer_id
         self.tokens = tokens
         self.state = ReceiverState.RESERVED
+        self._spec = spec
         self._coverage: Coverage | None = Coverage(spec, tokens)
-        self._writing: dict[_Rectangle, int] = {}
-        self._placed: dict[_Rectangle, int] = {}
+        self._writing: dict[Rectangle, int] = {}
+        self._placed: dict[Rectangle, int] = {}
         self._was_complete = False
         self._bytes = 0
         self._num_repeated = 0
@@ -138,6 +140,15 @@ class Receiver:
         if self._coverage.any_taken(group, plane, layers, tokens, heads):
             raise FrameError(f"{rectangle} overlaps what came before")
         return Admission.PLACE
+
+    def placed_rectangles(self) -> list[Rectangle] | None:
+        """What was placed, as few disjoint rectangles: what a sender need not send again. None if the transfer takes no frames."""
+        if self.state not in _TAKES_FRAMES and not self._was_complete:
+            return None
+        there = Coverage(self._spec, self.tokens)
+        for rectangle in self._placed:
+            there.mark(*rectangle)
+        return list(there.taken())
 
     def begin(self, header: FrameHeader) -> Admission:
         """As ``inspect``; if PLACE, the caller is a writer until it says ``placed`` or ``place_failed``. Raises FrameError."""
@@ -207,20 +218,31 @@ class SenderState(Enum):
 
 @dataclass(frozen=True)
 class OutgoingFrame:
-    """A frame to send: its header and the block whose values are its payload."""
+    """A frame to send: its header and the block whose values are its payload. ``attempt``: from 1."""
 
     header: FrameHeader
     block: KVBlock
+    attempt: int = 1
 
 
 class Sender:
     """One outgoing transfer of ``tokens``, for all heads or, from a head shard, for ``heads`` (absolute).
 
-    Done when every cell was pushed and every frame was acknowledged. A frame may be tried ``max_attempts`` times.
+    Done when every cell was pushed and every frame was acknowledged, or found to be there. A frame may be tried ``max_attempts`` times.
+    ``checksum``: of payloads, the link's. ``resume``: an earlier sender may have sent a part; nothing is sent before the receiver has said
+    what it has.
     """
 
     def __init__(
-        self, spec: KVSpec, transfer_id: int, epoch: int, tokens: TokenRange, heads: HeadRange | None = None, max_attempts: int = 5
+        self,
+        spec: KVSpec,
+        transfer_id: int,
+        epoch: int,
+        tokens: TokenRange,
+        heads: HeadRange | None = None,
+        max_attempts: int = 5,
+        checksum: Callable[[memoryview], int] = crc32c,
+        resume: bool = False,
     ) -> None:
         if not len(tokens):
             raise ValueError(f"Sender.tokens: given the empty {tokens}, a transfer has at least one token")
@@ -233,12 +255,19 @@ class Sender:
         self._spec = spec
         self._epoch = epoch
         self._max_attempts = max_attempts
+        self._checksum = checksum
+        self._heads = heads
         self._coverage = Coverage(spec, tokens, heads)
+        # Of a resumed transfer: what the receiver had before. None: not told yet.
+        self._there = None if resume else Coverage(spec, tokens, heads)
+        self._resumed = resume
+        self._question: int | None = None
+        self._doubtful: dict[int, OutgoingFrame] = {}
         self._queue: deque[tuple[int, KVBlock]] = deque()
         self._in_flight: dict[int, OutgoingFrame] = {}
         self._resend: deque[OutgoingFrame] = deque()
-        self._attempts: dict[int, int] = {}
         self._next_sequence = 0
+        self._owed_bytes = 0
         self._bytes = 0
         self._num_acked = 0
         self._num_repeated = 0
@@ -255,17 +284,23 @@ class Sender:
 
     @property
     def num_owed(self) -> int:
-        """Frames that are not acknowledged: queued or in flight."""
-        return self.num_queued + len(self._in_flight)
+        """Frames that are not acknowledged: queued, in flight or in doubt."""
+        return self.num_queued + len(self._in_flight) + len(self._doubtful)
 
-    def push(self, block: KVBlock) -> None:
+    @property
+    def owed_bytes(self) -> int:
+        """Payload bytes of the frames that are owed."""
+        return self._owed_bytes
+
+    def push(self, block: KVBlock) -> int:
         """Queue a block, cut into frames. Its values must not change until the transfer ends; they are sent from where they are.
 
-        Raises ValueError for a malformed block, one outside the transfer or one that overlaps an earlier one.
+        Returns the payload bytes that the receiver of a resumed transfer has already. Raises ValueError for a malformed block, one outside
+        the transfer or one that overlaps an earlier one.
         Ignored once cancelled or failed.
         """
         if self.state in (SenderState.CANCELLED, SenderState.FAILED):
-            return
+            return 0
         group, plane = check_block(self._spec, block)
         where = (self._spec.groups.index(group), plane)
         if not self._coverage.contains(*where, block.tokens, block.heads):
@@ -274,23 +309,22 @@ class Sender:
             raise ValueError(f"push: {block.layers} {block.tokens} {block.heads} of {block.plane!r} was pushed before")
         parts = list(split_block(block, MAX_PAYLOAD_BYTES))
         self._coverage.take(*where, block.layers, block.tokens, block.heads)
-        for part in parts:
-            self._queue.append((self._next_sequence, part))
-            self._next_sequence += 1
+        self._owed_bytes += block.values.nbytes
+        return sum(self._sift(part) for part in parts)
 
     def next_frame(self) -> OutgoingFrame | None:
-        """Take the next frame to send; it is in flight until ``acked`` or ``lost``. None if nothing waits."""
+        """Take the next frame to send; it is in flight until ``acked``, ``lost`` or ``doubt``. None if nothing may be sent now."""
+        if self._there is None:
+            return None
         if self._resend:
             frame = self._resend.popleft()
             self._num_repeated += 1
         elif self._queue:
             sequence, block = self._queue.popleft()
-            frame = OutgoingFrame(frame_of(self._spec, self.transfer_id, self._epoch, sequence, block), block)
+            frame = OutgoingFrame(frame_of(self._spec, self.transfer_id, self._epoch, sequence, block, self._checksum), block)
         else:
             return None
-        sequence = frame.header.sequence
-        self._attempts[sequence] = self._attempts.get(sequence, 0) + 1
-        self._in_flight[sequence] = frame
+        self._in_flight[frame.header.sequence] = frame
         return frame
 
     def acked(self, sequence: int) -> int:
@@ -298,22 +332,51 @@ class Sender:
         frame = self._in_flight.pop(sequence, None)
         if frame is None or self.state is not SenderState.OPEN:
             return 0
-        del self._attempts[sequence]
-        self._bytes += frame.header.payload_bytes
-        self._num_acked += 1
-        if self._coverage.num_free == 0 and self.num_owed == 0:
-            self.state = SenderState.DONE
-        return frame.header.payload_bytes
+        return self._delivered(frame.block)
 
     def lost(self, sequence: int, why: str) -> None:
         """The connection that carried ``sequence`` broke before its acknowledgement: send it again, or fail after too many attempts."""
-        frame = self._in_flight.pop(sequence, None)
-        if frame is None or self.state is not SenderState.OPEN:
-            return
-        if self._attempts[sequence] >= self._max_attempts:
-            self.fail(TransferFailed("UNAVAILABLE", f"frame {sequence} was sent {self._max_attempts} times, last: {why}"))
-        else:
+        if (frame := self._take_back(sequence, why)) is not None:
             self._resend.append(frame)
+
+    def doubt(self, sequence: int, why: str) -> None:
+        """As ``lost``, but whether the frame is sent again is decided by what the receiver says it has: see ``next_question``."""
+        if (frame := self._take_back(sequence, why)) is not None:
+            self._doubtful[sequence] = frame
+
+    def next_question(self) -> int | None:
+        """The sequence under which to ask the receiver what it has; None if nothing is in doubt or an answer is awaited already."""
+        if self.state is not SenderState.OPEN or self._question is not None or not (self._doubtful or self._there is None):
+            return None
+        self._question = self._new_sequence()
+        return self._question
+
+    def question_lost(self, sequence: int) -> None:
+        """The connection that carried the question broke: ask again."""
+        if self._question == sequence:
+            self._question = None
+
+    def answered(self, sequence: int, placed: Iterable[Rectangle]) -> int:
+        """The receiver has ``placed``. Returns the payload bytes of owed frames that this settles; the rest of them is queued again."""
+        if self._question != sequence or self.state is not SenderState.OPEN:
+            return 0
+        self._question = None
+        there = Coverage(self._spec, self.tokens, self._heads)
+        for rectangle in placed:
+            there.mark(*rectangle)
+        num_bytes = 0
+        if self._there is None:
+            self._there = there
+            waiting, self._queue = self._queue, deque()
+            num_bytes += sum(self._sift(block) for _, block in waiting)
+        doubtful, self._doubtful = self._doubtful, {}
+        for frame in doubtful.values():
+            # A frame is placed whole or not at all, so one free cell says that all are.
+            if any(True for _ in there.free_within(*frame.header.rectangle)):
+                self._resend.append(frame)
+            else:
+                num_bytes += self._delivered(frame.block)
+        return num_bytes
 
     def nacked(self, reason: NackReason) -> None:
         """The receiver takes no frame of this transfer."""
@@ -338,4 +401,53 @@ class Sender:
         self._queue.clear()
         self._resend.clear()
         self._in_flight.clear()
-        self._attempts.clear()
+        self._doubtful.clear()
+        self._owed_bytes = 0
+
+    def _sift(self, block: KVBlock) -> int:
+        """Queue of ``block`` what the receiver lacks, as far as that is known. Returns the payload bytes that it has."""
+        if not self._resumed or self._there is None:
+            self._queue.append((self._new_sequence(), block))
+            return 0
+        group, plane = check_block(self._spec, block)
+        group_index = self._spec.groups.index(group)
+        lacking = list(self._there.free_within(group_index, plane, block.layers, block.tokens, block.heads))
+        there_bytes = block.values.nbytes
+        for _, _, layers, tokens, heads in lacking:
+            part = block.values[
+                layers.start - block.layers.start : layers.stop - block.layers.start,
+                tokens.start - block.tokens.start : tokens.stop - block.tokens.start,
+                heads.start - block.heads.start : heads.stop - block.heads.start,
+            ]
+            self._queue.append((self._new_sequence(), KVBlock(block.plane, layers, tokens, heads, np.ascontiguousarray(part))))
+            there_bytes -= part.nbytes
+        self._owed_bytes -= there_bytes
+        self._bytes += there_bytes
+        self._end_if_done()
+        return there_bytes
+
+    def _delivered(self, block: KVBlock) -> int:
+        num_bytes = block.values.nbytes
+        self._owed_bytes -= num_bytes
+        self._bytes += num_bytes
+        self._num_acked += 1
+        self._end_if_done()
+        return num_bytes
+
+    def _end_if_done(self) -> None:
+        if self._coverage.num_free == 0 and self._owed_bytes == 0:
+            self.state = SenderState.DONE
+
+    def _take_back(self, sequence: int, why: str) -> OutgoingFrame | None:
+        """A frame in flight whose connection broke, as it may be tried again."""
+        frame = self._in_flight.pop(sequence, None)
+        if frame is None or self.state is not SenderState.OPEN:
+            return None
+        if frame.attempt >= self._max_attempts:
+            self.fail(TransferFailed("UNAVAILABLE", f"frame {sequence} was sent {self._max_attempts} times, last: {why}"))
+            return None
+        return replace(frame, attempt=frame.attempt + 1)
+
+    def _new_sequence(self) -> int:
+        self._next_sequence += 1
+        return self._next_sequence - 1

@@ -7,6 +7,7 @@ every header ends with a CRC32C of the header bytes before it. Handshake message
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import Final
@@ -33,6 +34,7 @@ _CRC: Final = struct.Struct("<I")
 FRAME_HEADER_BYTES: Final = _FRAME.size + _CRC.size
 REPLY_BYTES: Final = _REPLY.size + _CRC.size
 _U32: Final = 1 << 32
+_SAMPLE_STRIDE: Final = 4093
 
 
 class Kind(IntEnum):
@@ -133,7 +135,16 @@ def payload_view(values: np.ndarray) -> memoryview:
     return values.reshape(-1).view(np.uint8).data
 
 
-def frame_of(spec: KVSpec, transfer_id: int, epoch: int, sequence: int, block: KVBlock) -> FrameHeader:
+def sampled_crc32c(payload: memoryview) -> int:
+    """CRC32C of every 4,093rd byte, the last among them: for payloads that no wire carries. It finds a slot of shared memory that holds
+    another frame, or part of one, at a hundredth of the price; a prime stride meets every place of a power-of-two row.
+    """
+    return crc32c(np.frombuffer(payload, np.uint8)[::-_SAMPLE_STRIDE].tobytes())
+
+
+def frame_of(
+    spec: KVSpec, transfer_id: int, epoch: int, sequence: int, block: KVBlock, checksum: Callable[[memoryview], int] = crc32c
+) -> FrameHeader:
     """The header of a raw frame that carries ``block``. Raises ValueError if the block is malformed, empty or too large for one frame."""
     group, plane = check_block(spec, block)
     if not 0 < block.values.nbytes <= MAX_PAYLOAD_BYTES:
@@ -149,7 +160,7 @@ def frame_of(spec: KVSpec, transfer_id: int, epoch: int, sequence: int, block: K
         block.heads,
         Codec.RAW,
         spec.dtype_of(group.planes[plane]),
-        crc32c(payload_view(block.values)),
+        checksum(payload_view(block.values)),
         block.values.nbytes,
     )
 
@@ -212,17 +223,17 @@ def empty_values(header: FrameHeader, spec: KVSpec) -> np.ndarray:
     return np.empty(shape, spec.np_dtype_of(plane))
 
 
-def block_of(header: FrameHeader, spec: KVSpec, values: np.ndarray) -> KVBlock:
+def block_of(header: FrameHeader, spec: KVSpec, values: np.ndarray, checksum: Callable[[memoryview], int] = crc32c) -> KVBlock:
     """The block that a frame carried. Raises WireError if the payload's checksum is wrong."""
-    check_payload(header, payload_view(values))
+    check_payload(header, payload_view(values), checksum)
     _, plane = _plane_at(spec, header.group, header.plane)
     locate_plane(spec, plane.name, header.layers)
     return KVBlock(plane.name, header.layers, header.tokens, header.heads, values)
 
 
-def check_payload(header: FrameHeader, payload: memoryview) -> None:
+def check_payload(header: FrameHeader, payload: memoryview, checksum: Callable[[memoryview], int] = crc32c) -> None:
     """Raises WireError if ``payload`` is not what the sender put the checksum of into ``header``."""
-    given = crc32c(payload)
+    given = checksum(payload)
     if given != header.payload_crc:
         raise WireError(WireFault.CHECKSUM, f"payload: computed {given:#010x}, the header says {header.payload_crc:#010x}")
 

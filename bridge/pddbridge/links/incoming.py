@@ -13,6 +13,7 @@ from functools import partial
 from typing import Final
 
 from pddbridge.engine import KVBlock
+from pddbridge.kv_coverage import Rectangle
 from pddbridge.kv_spec import KVSpec, TokenRange
 from pddbridge.kv_transfer import Admission, FrameError, Receiver, ReceiverState, TransferFailed, TransferReport
 from pddbridge.kv_wire import FrameHeader, NackReason, Reply
@@ -63,7 +64,7 @@ class IncomingTransfers:
 
     def wants(self, header: FrameHeader) -> bool:
         """Whether the payload is worth an allocation; if not, ``accept`` needs none of it."""
-        receiver = self._find(header)
+        receiver = self._find(header.transfer_id, header.epoch)
         if not isinstance(receiver, Receiver):
             return False
         try:
@@ -76,7 +77,7 @@ class IncomingTransfers:
 
         Cancelling the call does not stop the write that it started.
         """
-        receiver = self._find(header)
+        receiver = self._find(header.transfer_id, header.epoch)
         if isinstance(receiver, NackReason):
             return self._drop(header, receiver)
         try:
@@ -99,6 +100,21 @@ class IncomingTransfers:
             return Reply(header.transfer_id, header.epoch, header.sequence, None)
         return Reply(header.transfer_id, header.epoch, header.sequence, NackReason.FENCED)
 
+    def placed(self, transfer_id: int, epoch: int) -> list[Rectangle] | NackReason:
+        """What a sender need not send again after a break, or why it need send nothing at all."""
+        receiver = self._find(transfer_id, epoch)
+        if isinstance(receiver, NackReason):
+            return receiver
+        rectangles = receiver.placed_rectangles()
+        return NackReason.FENCED if rectangles is None else rectangles
+
+    def stopped(self, transfer_id: int, epoch: int, why: str) -> None:
+        """The sender sends no more of a transfer: it fails unless it is complete. Of a transfer that is over or unknown this is no news."""
+        receiver = self._find(transfer_id, epoch)
+        if isinstance(receiver, Receiver) and receiver.state is ReceiverState.RECEIVING:
+            log.warning("transfer %d: stopped by its sender: %s", transfer_id, why)
+            self._fail(receiver, TransferFailed("UNAVAILABLE", f"the sender stopped: {why}"))
+
     async def fence(self, transfer_id: int) -> None:
         """Returns when no writer can touch the transfer's pages any more. Later frames are dropped. Idempotent; unknown ids are fine."""
         receiver = self._open.get(transfer_id)
@@ -113,10 +129,10 @@ class IncomingTransfers:
         """Fence everything."""
         await asyncio.gather(*(self.fence(transfer_id) for transfer_id in list(self._open)))
 
-    def _find(self, header: FrameHeader) -> Receiver | NackReason:
-        if header.epoch != self._epoch:
+    def _find(self, transfer_id: int, epoch: int) -> Receiver | NackReason:
+        if epoch != self._epoch:
             return NackReason.EPOCH
-        receiver = self._open.get(header.transfer_id) or self._ended.get(header.transfer_id)
+        receiver = self._open.get(transfer_id) or self._ended.get(transfer_id)
         return NackReason.UNKNOWN if receiver is None else receiver
 
     def _drop(self, header: FrameHeader, reason: NackReason) -> Reply:

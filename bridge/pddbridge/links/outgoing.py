@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from pddbridge.engine import KVBlock
+from pddbridge.kv_coverage import Rectangle
+from pddbridge.kv_notes import StopReason
 from pddbridge.kv_transfer import OutgoingFrame, Sender, SenderState, TransferFailed, TransferReport
 from pddbridge.kv_wire import NackReason
+from pddbridge.links.schedule import Priority
 
 
 class OutgoingTransfer:
     """Lives on one event loop. ``offer`` tells the link that frames wait. ``stall_timeout_s``: longest wait for an acknowledgement while
     frames are owed, by the loop's monotonic clock; a transfer with nothing to send may be idle for ever. ``on_acked`` is called with the
-    payload bytes of every acknowledged frame.
+    payload bytes of every acknowledged frame. ``on_stopped`` tells the link once if the transfer ends before it is done for a reason that
+    the receiver cannot know.
     """
 
     def __init__(
@@ -22,11 +26,15 @@ class OutgoingTransfer:
         offer: Callable[[OutgoingTransfer], None],
         stall_timeout_s: float,
         on_acked: Callable[[int], None] | None = None,
+        on_stopped: Callable[[OutgoingTransfer, StopReason], None] | None = None,
+        priority: Priority = Priority.NORMAL,
     ) -> None:
+        self.priority = priority
         self._machine = machine
         self._offer = offer
         self._stall_timeout_s = stall_timeout_s
         self._on_acked = on_acked
+        self._on_stopped = on_stopped
         self._loop = asyncio.get_running_loop()
         self._progress_at = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
@@ -53,7 +61,7 @@ class OutgoingTransfer:
         Ignored once cancelled or failed.
         """
         was_idle = self._machine.num_owed == 0
-        self._machine.push(block)
+        self._delivered(self._machine.push(block))
         if self._machine.num_owed:
             if was_idle:
                 self._progress_at = self._loop.time()
@@ -68,9 +76,9 @@ class OutgoingTransfer:
         return self._machine.report
 
     def cancel(self) -> None:
-        """Send nothing more; ``done`` raises TransferFailed CANCELLED. No effect once ended."""
+        """Send nothing more and tell the receiver so; ``done`` raises TransferFailed CANCELLED. No effect once ended."""
         self._machine.cancel()
-        self._settle()
+        self._settle(StopReason.CANCELLED)
 
     # What follows is for the link.
 
@@ -78,11 +86,53 @@ class OutgoingTransfer:
     def num_queued(self) -> int:
         return self._machine.num_queued
 
+    @property
+    def owed_bytes(self) -> int:
+        """Payload bytes that were pushed and are not acknowledged."""
+        return self._machine.owed_bytes
+
+    def next_question(self) -> int | None:
+        """As the sender's: to be asked before its frames, over any connection."""
+        return self._machine.next_question()
+
     def next_frame(self) -> OutgoingFrame | None:
         return self._machine.next_frame()
 
     def acked(self, sequence: int) -> int:
-        num_bytes = self._machine.acked(sequence)
+        return self._delivered(self._machine.acked(sequence))
+
+    def answered(self, sequence: int, placed: Iterable[Rectangle]) -> int:
+        """The receiver answered question ``sequence``. Returns the payload bytes found to be there."""
+        num_bytes = self._delivered(self._machine.answered(sequence, placed))
+        self._offer(self)
+        return num_bytes
+
+    def question_lost(self, sequence: int) -> None:
+        self._machine.question_lost(sequence)
+        self._offer(self)
+
+    def nacked(self, reason: NackReason) -> None:
+        self._machine.nacked(reason)
+        self._settle()
+
+    def lost(self, sequence: int, why: str) -> None:
+        """The frame is to be sent again."""
+        self._machine.lost(sequence, why)
+        self._settle(StopReason.FAILED)
+        if self._machine.num_queued:
+            self._offer(self)
+
+    def doubt(self, sequence: int, why: str) -> None:
+        """The receiver is to be asked whether it has the frame."""
+        self._machine.doubt(sequence, why)
+        self._settle(StopReason.FAILED)
+        self._offer(self)
+
+    def fail(self, failure: TransferFailed) -> None:
+        self._machine.fail(failure)
+        self._settle()
+
+    def _delivered(self, num_bytes: int) -> int:
         if num_bytes:
             self._progress_at = self._loop.time()
             self._settle()
@@ -90,23 +140,12 @@ class OutgoingTransfer:
                 self._on_acked(num_bytes)
         return num_bytes
 
-    def nacked(self, reason: NackReason) -> None:
-        self._machine.nacked(reason)
-        self._settle()
-
-    def lost(self, sequence: int, why: str) -> None:
-        self._machine.lost(sequence, why)
-        self._settle()
-        if self._machine.num_queued:
-            self._offer(self)
-
-    def fail(self, failure: TransferFailed) -> None:
-        self._machine.fail(failure)
-        self._settle()
-
-    def _settle(self) -> None:
-        if self._machine.state is not SenderState.OPEN:
+    def _settle(self, why: StopReason | None = None) -> None:
+        """``why``: to be told to the receiver if this is the end and not a good one."""
+        if self._machine.state is not SenderState.OPEN and not self.ended:
             self._ended.set()
+            if why is not None and self._on_stopped is not None:
+                self._on_stopped(self, why)
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
@@ -122,8 +161,8 @@ class OutgoingTransfer:
             return
         waited_s = self._loop.time() - self._progress_at
         if waited_s >= self._stall_timeout_s:
-            self.fail(
-                TransferFailed("DEADLINE_EXCEEDED", f"no frame of {self._machine.num_owed} owed was acknowledged for {waited_s:.1f} s")
-            )
+            owed = self._machine.num_owed
+            self._machine.fail(TransferFailed("DEADLINE_EXCEEDED", f"no frame of {owed} owed was acknowledged for {waited_s:.1f} s"))
+            self._settle(StopReason.FAILED)
         else:
             self._watch(self._stall_timeout_s - waited_s)

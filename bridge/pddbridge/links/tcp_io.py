@@ -45,13 +45,15 @@ async def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-async def connect(host: str, port: int) -> socket.socket:
-    """A connected socket, to the first address of ``host`` that answers. Raises OSError."""
+async def connect(host: str, port: int, congestion_control: str | None = None) -> socket.socket:
+    """A connected socket, to the first address of ``host`` that answers. Raises OSError, also where there is no such congestion control."""
     failure: OSError = OSError(f"{host!r} has no address")
     for family, address in await resolve(host, port):
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
             prepare(sock)
+            if congestion_control is not None:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion_control.encode())
             await asyncio.get_running_loop().sock_connect(sock, address)
         except OSError as error:
             sock.close()
@@ -71,15 +73,28 @@ def prepare(sock: socket.socket) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
+class Intake:
+    """Reads a socket and counts what comes, so that one can see whether anything does."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.num_bytes = 0
+        self._sock = sock
+        self._loop = asyncio.get_running_loop()
+
+    async def fill(self, buffer: memoryview, inside: bool = False) -> None:
+        """Fill ``buffer``; ``inside``: it continues a message. Raises ConnectionClosedError or OSError."""
+        done, size = 0, len(buffer)
+        while done < size:
+            count = await self._loop.sock_recv_into(self._sock, buffer[done:] if done else buffer)
+            if count == 0:
+                raise ConnectionClosedError(clean=done == 0 and not inside)
+            done += count
+            self.num_bytes += count
+
+
 async def receive_into(sock: socket.socket, buffer: memoryview) -> None:
     """Fill ``buffer``. Raises ConnectionClosedError or OSError."""
-    loop = asyncio.get_running_loop()
-    done = 0
-    while done < len(buffer):
-        count = await loop.sock_recv_into(sock, buffer[done:])
-        if count == 0:
-            raise ConnectionClosedError(clean=done == 0)
-        done += count
+    await Intake(sock).fill(buffer)
 
 
 async def receive(sock: socket.socket, size: int) -> bytearray:

@@ -1,4 +1,4 @@
-"""One receiver as a sender sees it: warm connections, frames striped over them, round robin between transfers, resending after a break."""
+"""One receiver as a sender sees it: warm connections, frames striped over them, turns between transfers, going on after a break."""
 
 from __future__ import annotations
 
@@ -6,52 +6,71 @@ import asyncio
 import logging
 import socket
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pddbridge.kv_handshake import Handshake, HandshakeError, check_welcome, hello, parse_refuse
+from pddbridge.kv_notes import Note, StopReason
 from pddbridge.kv_transfer import FailureCode, OutgoingFrame, TransferFailed
-from pddbridge.kv_wire import REPLY_BYTES, Kind, WireError, decode_reply, encode_frame_header, payload_view
+from pddbridge.kv_wire import Kind, WireError
 from pddbridge.links import tcp_io
 from pddbridge.links.outgoing import OutgoingTransfer
+from pddbridge.links.schedule import Pacer, Turns
+from pddbridge.links.stats import GoodputMeter, LinkStats, RoundTrip
+from pddbridge.links.tcp_connection import Connection, Liveness
 
 log = logging.getLogger(__name__)
+
+# A connection that lasted no longer than this and achieved nothing counts as a failure to connect.
+_SHORT_LIFE_S = 0.2
+# At the end of the process: how long it may take to tell receivers that transfers end.
+_FAREWELL_S = 0.5
 
 
 @dataclass(frozen=True)
 class SenderSettings:
     """``num_connections`` per receiver. ``max_attempts``: times a frame is sent, and failures in a row without any progress, before
     transfers fail; ``backoff_s`` before the first repetition, doubled each time up to ``max_backoff_s``. ``stall_timeout_s`` as
-    :class:`OutgoingTransfer` says. ``connect_timeout_s`` covers connecting and the handshake.
+    :class:`OutgoingTransfer` says. ``connect_timeout_s`` covers connecting and the handshake. ``max_bytes_per_s`` paces all connections to
+    a receiver together; None: as fast as it goes. ``congestion_control``: the kernel's name ("bbr"); None: the system's default.
     """
 
     num_connections: int = 2
     stall_timeout_s: float = 30.0
     connect_timeout_s: float = 10.0
-    max_attempts: int = 5
+    max_attempts: int = 8
     backoff_s: float = 0.05
     max_backoff_s: float = 2.0
+    max_bytes_per_s: float | None = None
+    congestion_control: str | None = None
+    liveness: Liveness = field(default_factory=Liveness)
 
     def __post_init__(self) -> None:
-        for field in ("num_connections", "stall_timeout_s", "connect_timeout_s", "max_attempts"):
-            if getattr(self, field) <= 0:
-                raise ValueError(f"SenderSettings.{field}: given {getattr(self, field)}, must be above 0")
+        for name in ("num_connections", "stall_timeout_s", "connect_timeout_s", "max_attempts", "max_bytes_per_s"):
+            if (given := getattr(self, name)) is not None and given <= 0:
+                raise ValueError(f"SenderSettings.{name}: given {given}, must be above 0")
 
 
 class Peer:
-    """Connections to the receiver with ``epoch`` at ``host:port``. They are opened when there is something to send and then stay."""
+    """Connections to the receiver with ``epoch`` at ``host:port``. They are opened when a transfer is, and then stay."""
 
     def __init__(self, handshake: Handshake, host: str, port: int, epoch: int, settings: SenderSettings) -> None:
         self.bytes_sent = 0
         self.frames_resent = 0
         self.connections_opened = 0
-        self.num_connections = 0
         self._handshake = handshake
         self._host = host
         self._port = port
         self._epoch = epoch
         self._settings = settings
+        self._loop = asyncio.get_running_loop()
         self._transfers: dict[int, OutgoingTransfer] = {}
-        self._ring: deque[OutgoingTransfer] = deque()
+        self._connections: set[Connection] = set()
+        self._farewells: deque[Note] = deque()
+        self._questions: deque[tuple[OutgoingTransfer, Note]] = deque()
+        self._turns: Turns[OutgoingTransfer] = Turns()
+        self._pacer = Pacer(settings.max_bytes_per_s)
+        self._goodput = GoodputMeter()
+        self._round_trip = RoundTrip()
         self._work = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -60,57 +79,111 @@ class Peer:
         """Transfers that have not ended."""
         return sum(not transfer.ended for transfer in self._transfers.values())
 
+    @property
+    def stats(self) -> LinkStats:
+        queued = sum(transfer.owed_bytes for transfer in self._transfers.values())
+        return LinkStats(self._goodput.bytes_per_s, self._round_trip.smoothed_s, queued, len(self._connections))
+
     def add(self, transfer: OutgoingTransfer) -> None:
-        """Raises ValueError for an id that is in use here."""
+        """Connects if nothing is connected. Raises ValueError for an id that is in use here."""
         self._transfers = {key: known for key, known in self._transfers.items() if not known.ended}
         if transfer.transfer_id in self._transfers:
             raise ValueError(f"transfer_id: {transfer.transfer_id} is in use")
         self._transfers[transfer.transfer_id] = transfer
-
-    def offer(self, transfer: OutgoingTransfer) -> None:
-        """``transfer`` has frames to send."""
-        if transfer not in self._ring:
-            self._ring.append(transfer)
-        self._work.set()
         if not self._tasks:
             names = (f"kv-to-{self._host}:{self._port}-{i}" for i in range(self._settings.num_connections))
             self._tasks = [asyncio.create_task(self._run(), name=name) for name in names]
+        self.offer(transfer)
+
+    def offer(self, transfer: OutgoingTransfer) -> None:
+        """``transfer`` may have something to ask or to send."""
+        if (sequence := transfer.next_question()) is not None:
+            self._questions.append((transfer, Note(Kind.ASK, transfer.transfer_id, self._epoch, sequence)))
+        if transfer.num_queued:
+            self._turns.add(transfer)
+        self._work.set()
+
+    def stopped(self, transfer: OutgoingTransfer, why: StopReason) -> None:
+        """``transfer`` ended before it was done, and the receiver does not know."""
+        self._farewells.append(Note(Kind.STOP, transfer.transfer_id, self._epoch, 0, why))
+        self._work.set()
 
     async def close(self) -> None:
-        """Live transfers are cancelled."""
+        """Live transfers are cancelled, and the receiver told if a connection stands."""
         for transfer in self._transfers.values():
             transfer.cancel()
+        give_up_at = self._loop.time() + _FAREWELL_S
+        while self._farewells and self._connections and self._loop.time() < give_up_at:
+            await asyncio.sleep(_FAREWELL_S / 100)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def next_frame(self) -> tuple[OutgoingTransfer, OutgoingFrame] | None:
-        """For a connection: the next frame of the transfer whose turn it is, None if nothing waits."""
-        while self._ring:
-            transfer = self._ring.popleft()
+    # What follows is for connections.
+
+    def has_work(self) -> bool:
+        """False also clears what ``wait_for_work`` waits for."""
+        if self._farewells or self._questions or self._turns:
+            return True
+        self._work.clear()
+        return False
+
+    async def wait_for_work(self) -> None:
+        await self._work.wait()
+
+    async def pace(self) -> None:
+        """Returns when the next frame may start."""
+        while (delay_s := self._pacer.delay_s(self._loop.time())) > 0:
+            await asyncio.sleep(delay_s)
+
+    def take(self) -> Note | tuple[OutgoingTransfer, Note | OutgoingFrame] | None:
+        """What to send next: farewells, questions, then the next frame of the transfer whose turn it is."""
+        if self._farewells:
+            return self._farewells.popleft()
+        if self._questions:
+            return self._questions.popleft()
+        while (transfer := self._turns.take()) is not None:
             frame = transfer.next_frame()
             if frame is not None:
                 if transfer.num_queued:
-                    self._ring.append(transfer)
+                    self._turns.add(transfer)
+                self.frames_resent += frame.attempt > 1
+                now_s = self._loop.time()
+                self._pacer.spent(frame.header.payload_bytes, now_s)
+                self._goodput.started(now_s)
                 return transfer, frame
-        self._work.clear()
         return None
 
+    def delivered(self, num_bytes: int) -> None:
+        """Payload that a connection learnt to be placed."""
+        self.bytes_sent += num_bytes
+        self._goodput.delivered(num_bytes, self._loop.time(), not any(c.num_in_flight for c in self._connections))
+
+    def round_trip(self, seconds: float | None) -> float | None:
+        """The smoothed round trip, after ``seconds`` were measured."""
+        if seconds is not None:
+            self._round_trip.measured(seconds)
+        return self._round_trip.smoothed_s
+
     async def _run(self) -> None:
-        """One connection for ever: opened when there is work, used until it breaks, opened again."""
+        """One connection for ever: opened when it is wanted, used until it breaks, opened again."""
         failures = 0
         while True:
-            await self._work.wait()
+            # A break is looked into at once while transfers live, also if nothing is to be sent: the receiver may have restarted.
+            while not (self.has_work() or self.num_live):
+                await self._work.wait()
             connection = None
+            opened_at = self._loop.time()
             try:
                 async with asyncio.timeout(self._settings.connect_timeout_s):
-                    connection = _Connection(self, await self._connect())
+                    connection = Connection(self, await self._connect(), self._handshake.kv_spec, self._epoch, self._settings.liveness)
+                opened_at = self._loop.time()
                 self.connections_opened += 1
-                self.num_connections += 1
+                self._connections.add(connection)
                 try:
                     why = await connection.use()
                 finally:
-                    self.num_connections -= 1
+                    self._connections.discard(connection)
             except HandshakeError as error:
                 log.error("kv sender: %s:%d: handshake refused: %s", self._host, self._port, error)
                 code: FailureCode = "UNAVAILABLE" if error.field == "receiver_epoch" else "INVALID_ARGUMENT"
@@ -120,14 +193,14 @@ class Peer:
                 why = f"cannot connect: {error!r}"
             if connection is not None and connection.progressed:
                 failures = 0
-            if connection is None or connection.num_lost:
+            if connection is None or connection.num_lost or self._loop.time() - opened_at < _SHORT_LIFE_S:
                 failures += 1
                 failures = await self._after_failure(failures, why)
 
     async def _after_failure(self, failures: int, why: str) -> int:
         """Back off, or give up if no other connection stands. Returns the failures to count from."""
         log.warning("kv sender: %s:%d: failure %d: %s", self._host, self._port, failures, why)
-        if failures >= self._settings.max_attempts and not self.num_connections:
+        if failures >= self._settings.max_attempts and not self._connections:
             self._fail_all(TransferFailed("UNAVAILABLE", f"{self._host}:{self._port}: failed {failures} times in a row, last: {why}"))
             return 0
         await asyncio.sleep(min(self._settings.max_backoff_s, self._settings.backoff_s * 2 ** (failures - 1)))
@@ -137,15 +210,18 @@ class Peer:
         """Every live transfer to this receiver, also one that has nothing to send yet."""
         for transfer in self._transfers.values():
             transfer.fail(failure)
-        self._ring.clear()
-        self._work.clear()
+        self._turns.clear()
+        self._questions.clear()
+        self._farewells.clear()
 
     async def _connect(self) -> socket.socket:
         """A connection with the handshake done. Raises HandshakeError, WireError or OSError."""
-        sock = await tcp_io.connect(self._host, self._port)
+        sock = await tcp_io.connect(self._host, self._port, self._settings.congestion_control)
         try:
+            sent_at = self._loop.time()
             await tcp_io.send(sock, hello(self._handshake, self._epoch), memoryview(b""))
             kind, body = await tcp_io.receive_message(sock, ("welcome", "refuse"))
+            self._round_trip.measured(self._loop.time() - sent_at)
             if kind is Kind.REFUSE:
                 raise parse_refuse(body)
             check_welcome(body, self._handshake, self._epoch)
@@ -153,67 +229,3 @@ class Peer:
             sock.close()
             raise
         return sock
-
-    async def wait_for_work(self) -> None:
-        """For a connection."""
-        await self._work.wait()
-
-
-class _Connection:
-    """One open connection: sends what the peer gives, matches replies, and in the end hands back what was not acknowledged."""
-
-    def __init__(self, peer: Peer, sock: socket.socket) -> None:
-        self.progressed = False
-        self.num_lost = 0
-        self._peer = peer
-        self._sock = sock
-        self._in_flight: dict[tuple[int, int], OutgoingTransfer] = {}
-
-    async def use(self) -> str:
-        """Until it breaks; returns why. Frames in flight are then lost, their transfers told."""
-        tasks = [asyncio.create_task(self._write()), asyncio.create_task(self._read())]
-        why = "cancelled"
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            error = next(iter(done)).exception()
-            why = repr(error)
-            if not isinstance(error, OSError | WireError):
-                log.error("kv sender: a connection ended by a mistake of ours", exc_info=error)
-        finally:
-            # Nobody may wait on the descriptor when it is closed: its number is reused at once.
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            self._sock.close()
-            lost, self._in_flight = self._in_flight, {}
-            self.num_lost = len(lost)
-            self._peer.frames_resent += len(lost)
-            for (_, sequence), transfer in lost.items():
-                transfer.lost(sequence, why)
-        return why
-
-    async def _write(self) -> None:
-        while True:
-            taken = self._peer.next_frame()
-            if taken is None:
-                await self._peer.wait_for_work()
-                continue
-            transfer, frame = taken
-            self._in_flight[(transfer.transfer_id, frame.header.sequence)] = transfer
-            await tcp_io.send(self._sock, encode_frame_header(frame.header), payload_view(frame.block.values))
-            # A send that the kernel takes at once does not yield; without this one connection would take every frame and hold up the loop.
-            await asyncio.sleep(0)
-
-    async def _read(self) -> None:
-        data = bytearray(REPLY_BYTES)
-        while True:
-            await tcp_io.receive_into(self._sock, memoryview(data))
-            reply = decode_reply(data)
-            transfer = self._in_flight.pop((reply.transfer_id, reply.sequence), None)
-            self.progressed = True
-            if transfer is None:
-                continue
-            if reply.reason is None:
-                self._peer.bytes_sent += transfer.acked(reply.sequence)
-            else:
-                transfer.nacked(reply.reason)

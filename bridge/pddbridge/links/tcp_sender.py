@@ -10,6 +10,8 @@ from pddbridge.kv_handshake import Handshake
 from pddbridge.kv_spec import HeadRange, TokenRange
 from pddbridge.kv_transfer import Sender
 from pddbridge.links.outgoing import OutgoingTransfer
+from pddbridge.links.schedule import Priority
+from pddbridge.links.stats import LinkStats
 from pddbridge.links.tcp_peer import Peer, SenderSettings
 
 
@@ -54,20 +56,30 @@ class KVSender:
         tokens: TokenRange,
         heads: HeadRange | None = None,
         on_acked: Callable[[int], None] | None = None,
+        *,
+        priority: Priority = Priority.NORMAL,
+        resume: bool = False,
     ) -> OutgoingTransfer:
         """A transfer of ``tokens`` to the receiver with ``receiver_epoch`` at ``host:port``; ``heads`` (absolute): only this shard's.
 
-        ``on_acked`` as :class:`OutgoingTransfer` says. Call on the event loop. Nothing is sent before the first ``push``. Raises ValueError
-        for an empty range or an id in use.
+        ``on_acked`` as :class:`OutgoingTransfer` says. ``resume``: another process may have sent a part, so the receiver is asked first
+        what it has. Call on the event loop; connections are opened at once, so that the first ``push`` finds them warm and a receiver that
+        has restarted is noticed early. Raises ValueError for an empty range or an id in use.
         """
         self._retire(host, port, receiver_epoch)
         key = (host, port, receiver_epoch)
         peer = self._peers.get(key) or Peer(self._handshake, host, port, receiver_epoch, self._settings)
-        machine = Sender(self._handshake.kv_spec, transfer_id, receiver_epoch, tokens, heads, self._settings.max_attempts)
-        transfer = OutgoingTransfer(machine, peer.offer, self._settings.stall_timeout_s, on_acked)
+        spec, settings = self._handshake.kv_spec, self._settings
+        machine = Sender(spec, transfer_id, receiver_epoch, tokens, heads, settings.max_attempts, resume=resume)
+        transfer = OutgoingTransfer(machine, peer.offer, settings.stall_timeout_s, on_acked, peer.stopped, priority)
         peer.add(transfer)
         self._peers[key] = peer
         return transfer
+
+    def stats(self) -> dict[tuple[str, int], LinkStats]:
+        """What is known of the link to each receiver, by host and port; of an earlier life of a receiver only while it has transfers."""
+        newest_last = sorted(self._peers.items(), key=lambda item: item[1].num_live > 0)
+        return {(host, port): peer.stats for (host, port, _), peer in newest_last}
 
     async def close(self) -> None:
         """Cancel live transfers, close connections."""

@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
 from dataclasses import dataclass
 
-from pddbridge.engine import KVBlock
 from pddbridge.kv_handshake import Handshake, HandshakeError, check_hello, refuse, welcome
 from pddbridge.kv_spec import TokenRange
-from pddbridge.kv_wire import (
-    FRAME_HEADER_BYTES,
-    MAX_PAYLOAD_BYTES,
-    FrameHeader,
-    WireError,
-    block_of,
-    decode_frame_header,
-    empty_values,
-    encode_reply,
-    payload_view,
-)
+from pddbridge.kv_wire import WireError
 from pddbridge.links import tcp_io
 from pddbridge.links.incoming import Complete, Failed, IncomingTransfers, Place
+from pddbridge.links.tcp_inbound import InboundConnection
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +36,7 @@ class KVServer:
     """Receives KV for one process. ``place``, ``complete``, ``failed`` as :class:`IncomingTransfers` says.
 
     At most ``max_placing`` frames (1 MiB each) per connection are in memory at once; then the connection is not read until one is placed.
+    A connection on which nothing comes for ``idle_timeout_s`` is closed: senders keep theirs alive, so this one's is gone.
     """
 
     def __init__(
@@ -59,17 +49,24 @@ class KVServer:
         max_placing: int = 8,
         max_connections: int = 256,
         handshake_timeout_s: float = 10.0,
+        idle_timeout_s: float = 60.0,
     ) -> None:
         self._handshake = handshake
         self._incoming = IncomingTransfers(handshake.kv_spec, handshake.epoch, place, complete, failed)
         self._max_placing = max_placing
         self._max_connections = max_connections
         self._handshake_timeout_s = handshake_timeout_s
+        self._idle_timeout_s = idle_timeout_s
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._connections: set[asyncio.Task[None]] = set()
         self._frames_refused = 0
         self._handshakes_refused = 0
+
+    @property
+    def incoming(self) -> IncomingTransfers:
+        """The process's incoming transfers, for its other links: a transfer may come over any of them."""
+        return self._incoming
 
     @property
     def counters(self) -> ServerCounters:
@@ -127,12 +124,11 @@ class KVServer:
 
     async def _serve(self, sock: socket.socket, address: str) -> None:
         """One connection, to its end."""
-        replies: set[asyncio.Task[None]] = set()
         try:
             tcp_io.prepare(sock)
             async with asyncio.timeout(self._handshake_timeout_s):
                 await self._greet(sock)
-            await self._receive_frames(sock, replies)
+            await InboundConnection(sock, self._handshake.kv_spec, self._incoming, self._max_placing, self._idle_timeout_s).serve()
         except HandshakeError as error:
             self._handshakes_refused += 1
             log.error("kv server: handshake from %s refused: %s", address, error)
@@ -143,10 +139,6 @@ class KVServer:
             if not (isinstance(error, tcp_io.ConnectionClosedError) and error.clean):
                 log.warning("kv server: connection from %s broken: %r", address, error)
         finally:
-            # Nobody may wait on the descriptor when it is closed: its number is reused at once.
-            for reply in replies:
-                reply.cancel()
-            await asyncio.gather(*replies, return_exceptions=True)
             sock.close()
 
     async def _greet(self, sock: socket.socket) -> None:
@@ -157,35 +149,3 @@ class KVServer:
             await tcp_io.send(sock, refuse(error), memoryview(b""))
             raise
         await tcp_io.send(sock, welcome(self._handshake), memoryview(b""))
-
-    async def _receive_frames(self, sock: socket.socket, replies: set[asyncio.Task[None]]) -> None:
-        spec = self._handshake.kv_spec
-        slots, sending = asyncio.Semaphore(self._max_placing), asyncio.Lock()
-        discarded: bytearray | None = None
-        head = bytearray(FRAME_HEADER_BYTES)
-        while True:
-            await tcp_io.receive_into(sock, memoryview(head))
-            header = decode_frame_header(head, spec)
-            await slots.acquire()
-            block = None
-            if self._incoming.wants(header):
-                # Fresh for every frame: whoever places it may keep it.
-                values = empty_values(header, spec)
-                await tcp_io.receive_into(sock, payload_view(values))
-                block = block_of(header, spec, values)
-            else:
-                discarded = discarded or bytearray(MAX_PAYLOAD_BYTES)
-                await tcp_io.receive_into(sock, memoryview(discarded)[: header.payload_bytes])
-            reply = asyncio.create_task(self._answer(sock, sending, header, block))
-            replies.add(reply)
-            reply.add_done_callback(replies.discard)
-            reply.add_done_callback(lambda _: slots.release())
-            del block
-            # Bytes that are there already are read without yielding: let others have the loop between two frames.
-            await asyncio.sleep(0)
-
-    async def _answer(self, sock: socket.socket, sending: asyncio.Lock, header: FrameHeader, block: KVBlock | None) -> None:
-        reply = await self._incoming.accept(header, block)
-        with contextlib.suppress(OSError):  # broken: the reading side of the connection sees it too, and the sender will send again
-            async with sending:
-                await tcp_io.send(sock, encode_reply(reply), memoryview(b""))

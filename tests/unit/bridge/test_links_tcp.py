@@ -15,7 +15,7 @@ import pytest
 
 from pddbridge.engine import KVBlock
 from pddbridge.kv_convert import KVPool, read_blocks, write_block
-from pddbridge.kv_handshake import hello
+from pddbridge.kv_handshake import hello, welcome
 from pddbridge.kv_layout import head_major, interleaved_heads
 from pddbridge.kv_spec import HeadRange, KVSpec, LayerRange, TokenRange
 from pddbridge.kv_wire import MAX_PAYLOAD_BYTES, FrameHeader, encode_frame_header, frame_of, payload_view
@@ -221,7 +221,7 @@ async def test_a_frame_with_a_flipped_bit_is_not_acknowledged(position: str) -> 
 
 async def test_lost_acknowledgements_are_given_again_without_placing_again() -> None:
     async with receiving() as target, sending(ONE) as sender:
-        async with between(target, *[Fault("cut_replies", 410 + 60 * i) for i in range(3)]) as (proxy, port):
+        async with between(target, *[Fault("cut_replies", len(welcome(RECEIVER)) + at) for at in (0, 20, 60)]) as (proxy, port):
             target.server.expect(1, TOKENS)
             transfer = sender.open("127.0.0.1", port, 22, 1, TOKENS)
             push_in_chunks(transfer)

@@ -1,0 +1,181 @@
+"""One open connection of a receiver: reads frames and notes, answers. Gathers acknowledgements, and fills silence while work goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+from pddbridge.engine import KVBlock
+from pddbridge.kv_notes import NOTE_BYTES, Note, StopReason, decode_note, encode_have, encode_note
+from pddbridge.kv_spec import KVSpec
+from pddbridge.kv_wire import (
+    FRAME_HEADER_BYTES,
+    MAX_PAYLOAD_BYTES,
+    FrameHeader,
+    Kind,
+    NackReason,
+    block_of,
+    check_prefix,
+    decode_frame_header,
+    empty_values,
+    payload_view,
+)
+from pddbridge.links import tcp_io
+from pddbridge.links.incoming import IncomingTransfers
+
+# An acknowledgement waits for more of its kind until so many frames wait for it, or for so long, or until no frame is being placed.
+_GATHER_FRAMES: Final = 4
+_GATHER_S: Final = 0.005
+_HEARTBEAT_S: Final = 1.0
+_STOP_WORDS: Final = {StopReason.CANCELLED: "cancelled by its owner", StopReason.FAILED: "gave up"}
+
+
+@dataclass
+class _Arrival:
+    """A frame in the order in which frames came. ``placed``: None while it is being placed."""
+
+    header: FrameHeader
+    placed: bool | None = None
+
+
+class Arrivals:
+    """Which frames of a connection are answered, so that one acknowledgement speaks for all up to it."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[_Arrival] = deque()
+        self._to_acknowledge: FrameHeader | None = None
+        self.num_gathered = 0
+
+    @property
+    def num_unanswered(self) -> int:
+        """Frames that are being placed, or are placed behind one that is."""
+        return len(self._waiting)
+
+    def add(self, header: FrameHeader) -> _Arrival:
+        arrival = _Arrival(header)
+        self._waiting.append(arrival)
+        return arrival
+
+    def settle(self, arrival: _Arrival, placed: bool) -> None:
+        """``placed`` False: it was refused on its own, so an acknowledgement may pass over it."""
+        arrival.placed = placed
+        while self._waiting and (first := self._waiting[0]).placed is not None:
+            self._waiting.popleft()
+            if first.placed:
+                self._to_acknowledge = first.header
+                self.num_gathered += 1
+
+    def take(self) -> FrameHeader | None:
+        """The frame to acknowledge with all before it; None if that says nothing new."""
+        header, self._to_acknowledge, self.num_gathered = self._to_acknowledge, None, 0
+        return header
+
+
+class InboundConnection:
+    """At most ``max_placing`` frames are in memory at once; then the connection is not read until one is placed."""
+
+    def __init__(self, sock: socket.socket, spec: KVSpec, incoming: IncomingTransfers, max_placing: int, idle_timeout_s: float) -> None:
+        self._sock = sock
+        self._spec = spec
+        self._incoming = incoming
+        self._idle_timeout_s = idle_timeout_s
+        self._intake = tcp_io.Intake(sock)
+        self._slots = asyncio.Semaphore(max_placing)
+        self._sending = asyncio.Lock()
+        self._arrivals = Arrivals()
+        self._news = asyncio.Event()
+        self._answers: set[asyncio.Task[None]] = set()
+        self._discarded: bytearray | None = None
+
+    async def serve(self) -> None:
+        """To its end. Raises WireError, ConnectionClosedError, OSError, TimeoutError."""
+        parts = [asyncio.create_task(part) for part in (self._receive(), self._acknowledge(), self._beat())]
+        try:
+            done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+            await next(iter(done))
+        finally:
+            # Nobody may wait on the descriptor when it is closed: its number is reused at once.
+            for task in (*parts, *self._answers):
+                task.cancel()
+            await asyncio.gather(*parts, *self._answers, return_exceptions=True)
+
+    async def _receive(self) -> None:
+        head = bytearray(FRAME_HEADER_BYTES)
+        note, rest = memoryview(head)[:NOTE_BYTES], memoryview(head)[NOTE_BYTES:]
+        while True:
+            await self._intake.fill(note)
+            kind = check_prefix(note, (Kind.FRAME, Kind.ASK, Kind.STOP, Kind.PING))
+            if kind is Kind.FRAME:
+                await self._intake.fill(rest, inside=True)
+                await self._take_frame(decode_frame_header(head, self._spec))
+            else:
+                await self._take_note(decode_note(note, (kind,)))
+            # Bytes that are there already are read without yielding: let others have the loop between two messages.
+            await asyncio.sleep(0)
+
+    async def _take_frame(self, header: FrameHeader) -> None:
+        await self._slots.acquire()
+        block = None
+        if self._incoming.wants(header):
+            # Fresh for every frame: whoever places it may keep it.
+            values = empty_values(header, self._spec)
+            await self._intake.fill(payload_view(values), inside=True)
+            block = block_of(header, self._spec, values)
+        else:
+            self._discarded = self._discarded or bytearray(MAX_PAYLOAD_BYTES)
+            await self._intake.fill(memoryview(self._discarded)[: header.payload_bytes], inside=True)
+        answer = asyncio.create_task(self._place(self._arrivals.add(header), block))
+        self._answers.add(answer)
+        answer.add_done_callback(self._answers.discard)
+        answer.add_done_callback(lambda _: self._slots.release())
+
+    async def _place(self, arrival: _Arrival, block: KVBlock | None) -> None:
+        header = arrival.header
+        reply = await self._incoming.accept(header, block)
+        self._arrivals.settle(arrival, placed=reply.reason is None)
+        self._news.set()
+        if reply.reason is not None:
+            await self._send(encode_note(Note(Kind.NACK, header.transfer_id, header.epoch, header.sequence, reply.reason)))
+
+    async def _take_note(self, note: Note) -> None:
+        match note.kind:
+            case Kind.PING:
+                await self._send(encode_note(Note(Kind.PONG, 0, note.epoch, note.sequence)))
+            case Kind.STOP:
+                self._incoming.stopped(note.transfer_id, note.epoch, _STOP_WORDS[StopReason(note.value)])
+            case _:
+                placed = self._incoming.placed(note.transfer_id, note.epoch)
+                if isinstance(placed, NackReason):
+                    await self._send(encode_note(Note(Kind.NACK, note.transfer_id, note.epoch, note.sequence, placed)))
+                else:
+                    await self._send(encode_have(note.transfer_id, note.epoch, note.sequence, placed))
+
+    async def _acknowledge(self) -> None:
+        while True:
+            await self._news.wait()
+            if self._arrivals.num_unanswered and self._arrivals.num_gathered < _GATHER_FRAMES:
+                await asyncio.sleep(_GATHER_S)
+            self._news.clear()
+            if (last := self._arrivals.take()) is not None:
+                await self._send(encode_note(Note(Kind.ACK, last.transfer_id, last.epoch, last.sequence)))
+
+    async def _beat(self) -> None:
+        """Says something every second while frames come or are being placed. Raises TimeoutError when nothing came for very long."""
+        seen, idle_s = self._intake.num_bytes, 0.0
+        while True:
+            await asyncio.sleep(_HEARTBEAT_S)
+            moved, seen = self._intake.num_bytes != seen, self._intake.num_bytes
+            if moved or self._arrivals.num_unanswered:
+                idle_s = 0.0
+                await self._send(encode_note(Note(Kind.PONG, 0, 0, 0)))
+            elif (idle_s := idle_s + _HEARTBEAT_S) >= self._idle_timeout_s:
+                raise TimeoutError(f"nothing came for {idle_s:.0f} s")
+
+    async def _send(self, note: bytes) -> None:
+        with contextlib.suppress(OSError):  # broken: the reading part sees it too, and the sender will ask again
+            async with self._sending:
+                await tcp_io.send(self._sock, note, memoryview(b""))
