@@ -23,8 +23,8 @@ class EngineConfig:
     """What a composition root decides for an engine.
 
     ``compute_dtype``: "float32" (exact tests, and fastest for JAX on a CPU) or "bfloat16". ``max_step_tokens`` bounds T,
-    ``max_rows`` bounds R of any step; compiled shapes come from buckets up to them. ``compile_cache_dir``: where compiled programs survive a restart,
-    None for nowhere.
+    ``max_rows`` bounds R of any step; compiled shapes come from buckets up to them. ``compile_cache_dir``: where compiled
+    programs survive a restart, None for nowhere.
     """
 
     device: str
