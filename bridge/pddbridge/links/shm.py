@@ -1,0 +1,10 @@
+"""KV through shared memory, for two processes of one host: payloads in a shared arena, frame headers and replies on a Unix socket.
+The link's whole interface.
+"""
+
+from pddbridge.links.shm_io import reachable, supported
+from pddbridge.links.shm_peer import ShmSettings
+from pddbridge.links.shm_sender import ShmSender
+from pddbridge.links.shm_server import ShmServer, ShmServerCounters
+
+__all__ = ["ShmSender", "ShmServer", "ShmServerCounters", "ShmSettings", "reachable", "supported"]

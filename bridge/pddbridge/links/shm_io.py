@@ -1,0 +1,153 @@
+"""The control socket of the shared-memory link: a Unix socket in the abstract namespace, named by the receiver's epoch.
+
+No file, so nothing is left behind; reachable only on the same host (and in the same network namespace). Whoever is at the other end must
+be the same user. A sender's hello carries the arena's descriptor.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import AsyncIterator
+from typing import Final
+
+from pddbridge.kv_handshake import HANDSHAKE_HEADER_BYTES, decode_body, decode_message_header
+from pddbridge.kv_wire import WireError, WireFault
+from pddbridge.links import tcp_io
+
+_BACKLOG: Final = 64
+_READ_AHEAD: Final = 64
+_CREDENTIALS: Final = struct.Struct("3i")  # Linux's struct ucred: pid, uid, gid
+
+
+def supported() -> bool:
+    """Whether this platform has what the link needs: anonymous files, abstract Unix sockets, peer credentials. Linux has."""
+    return hasattr(os, "memfd_create") and hasattr(socket, "SO_PEERCRED")
+
+
+def address(epoch: int) -> bytes:
+    """Where the receiver with ``epoch`` listens."""
+    return b"\0pddbridge-kv-%016x" % epoch
+
+
+def reachable(epoch: int) -> bool:
+    """Whether a process of this user and host receives under ``epoch``. Does not wait."""
+    if not supported():
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.setblocking(False)
+        try:
+            sock.connect(address(epoch))
+            check_user(sock)
+        except BlockingIOError:
+            return True  # its backlog is full: it is there
+        except OSError:
+            return False
+    return True
+
+
+def listen(epoch: int) -> socket.socket:
+    """Raises OSError."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.bind(address(epoch))
+        sock.listen(_BACKLOG)
+        sock.setblocking(False)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+async def connect(epoch: int) -> socket.socket:
+    """Raises OSError, PermissionError among them when another user listens there."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, address(epoch))
+        check_user(sock)
+    except BaseException:  # cancellation as well: the socket has no owner yet
+        sock.close()
+        raise
+    return sock
+
+
+def check_user(sock: socket.socket) -> None:
+    """Raises PermissionError unless the peer runs as this user: an abstract name may be taken by anybody."""
+    _, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    if uid != os.geteuid():
+        raise PermissionError(f"the peer runs as user {uid}, this process as {os.geteuid()}")
+
+
+async def send_hello(sock: socket.socket, message: bytes, fd: int) -> None:
+    """``message`` with ``fd`` attached. Raises OSError."""
+    # A fresh socket's buffer takes a hello at once.
+    sent = socket.send_fds(sock, [message], [fd])
+    if sent < len(message):
+        await asyncio.get_running_loop().sock_sendall(sock, message[sent:])
+
+
+async def receive_hello(sock: socket.socket) -> tuple[dict[str, str], int]:
+    """A hello's body and the descriptor that came with it, which the caller now owns. Raises WireError or OSError."""
+    header, fds = await _receive_with_fds(sock, HANDSHAKE_HEADER_BYTES)
+    try:
+        if len(header) < HANDSHAKE_HEADER_BYTES:
+            header += await tcp_io.receive(sock, HANDSHAKE_HEADER_BYTES - len(header))
+        _, body_bytes, body_crc = decode_message_header(header, ("hello",))
+        body = decode_body(await tcp_io.receive(sock, body_bytes), body_crc)
+        if len(fds) != 1:
+            raise WireError(WireFault.BODY, f"hello came with {len(fds)} descriptors, 1 is needed")
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+    return body, fds[0]
+
+
+async def records(sock: socket.socket, size: int) -> AsyncIterator[list[bytes]]:
+    """Messages of ``size`` bytes, as many at once as are there, for ever. Raises ConnectionClosedError or OSError."""
+    loop = asyncio.get_running_loop()
+    buffer = bytearray(_READ_AHEAD * size)
+    view, filled = memoryview(buffer), 0
+    while True:
+        count = await loop.sock_recv_into(sock, view[filled:])
+        if count == 0:
+            raise tcp_io.ConnectionClosedError(clean=filled == 0)
+        filled += count
+        whole = filled - filled % size
+        if whole:
+            taken = [bytes(view[start : start + size]) for start in range(0, whole, size)]
+            view[: filled - whole] = bytes(view[whole:filled])
+            filled -= whole
+            yield taken
+
+
+async def _receive_with_fds(sock: socket.socket, size: int) -> tuple[bytes, list[int]]:
+    """The first bytes, at most ``size``, and the descriptors attached to them. The kernel closes those that do not fit."""
+    room = socket.CMSG_SPACE(array.array("i").itemsize)
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            data, ancillary, _, _ = sock.recvmsg(size, room, socket.MSG_CMSG_CLOEXEC)
+            break
+        await _readable(sock)
+    fds = array.array("i")
+    for level, kind, payload in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+    if not data:
+        raise tcp_io.ConnectionClosedError(clean=True)
+    return data, fds.tolist()
+
+
+async def _readable(sock: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(sock, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(sock)

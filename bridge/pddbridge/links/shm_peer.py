@@ -1,0 +1,304 @@
+"""One receiver of this host as a sender sees it: one connection, one arena, turns between transfers, sending again after a break."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from pddbridge.kv_handshake import Handshake, HandshakeError, check_welcome, hello, parse_refuse
+from pddbridge.kv_notes import Note, StopReason, encode_note
+from pddbridge.kv_transfer import FailureCode, OutgoingFrame, TransferFailed
+from pddbridge.kv_wire import REPLY_BYTES, Kind, Reply, WireError, decode_reply, encode_frame_header, payload_view
+from pddbridge.links import shm_io, tcp_io
+from pddbridge.links.outgoing import OutgoingTransfer
+from pddbridge.links.schedule import Turns
+from pddbridge.links.shm_arena import MAX_SLOTS, Arena
+from pddbridge.links.shm_server import MESSAGE_BYTES, OFFSET
+from pddbridge.links.stats import GoodputMeter, LinkStats, RoundTrip
+
+log = logging.getLogger(__name__)
+
+# Copied before the receiver is told: fewer wake-ups, and the loop is held up for well under a millisecond.
+_FRAMES_AT_ONCE: Final = 4
+# A connection that lasted no longer counts as a failure to connect.
+_SHORT_LIFE_S: Final = 0.2
+# At the end of the process: how long it may take to tell receivers that transfers end.
+_FAREWELL_S: Final = 0.5
+
+
+@dataclass(frozen=True)
+class ShmSettings:
+    """``num_slots``: frames under way to one receiver, 1 MiB of shared memory each: the sender's credit. ``max_attempts``: times a frame is
+    sent, and failures in a row without progress, before transfers fail. A connection on one host breaks only when a process ends, so few
+    and quick ones do. ``stall_timeout_s`` as :class:`OutgoingTransfer` says. ``connect_timeout_s`` covers the handshake.
+    """
+
+    num_slots: int = 16
+    stall_timeout_s: float = 30.0
+    connect_timeout_s: float = 10.0
+    max_attempts: int = 3
+    backoff_s: float = 0.05
+
+    def __post_init__(self) -> None:
+        for field in ("num_slots", "stall_timeout_s", "connect_timeout_s", "max_attempts"):
+            if getattr(self, field) <= 0:
+                raise ValueError(f"ShmSettings.{field}: given {getattr(self, field)}, must be above 0")
+        if self.num_slots > MAX_SLOTS:
+            raise ValueError(f"ShmSettings.num_slots: given {self.num_slots}, allowed at most {MAX_SLOTS}")
+
+
+class ShmPeer:
+    """The receiver with ``epoch``. The connection is opened when a transfer is, and then stays."""
+
+    def __init__(self, handshake: Handshake, epoch: int, settings: ShmSettings) -> None:
+        self.bytes_sent = 0
+        self.frames_resent = 0
+        self.connections_opened = 0
+        self.connected = False
+        self._handshake = handshake
+        self._epoch = epoch
+        self._settings = settings
+        self._loop = asyncio.get_running_loop()
+        self._transfers: dict[int, OutgoingTransfer] = {}
+        self._turns: Turns[OutgoingTransfer] = Turns()
+        self._farewells: deque[Note] = deque()
+        self._goodput = GoodputMeter()
+        self._round_trip = RoundTrip()
+        self._work = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def num_live(self) -> int:
+        """Transfers that have not ended."""
+        return sum(not transfer.ended for transfer in self._transfers.values())
+
+    @property
+    def stats(self) -> LinkStats:
+        queued = sum(transfer.owed_bytes for transfer in self._transfers.values())
+        return LinkStats(self._goodput.bytes_per_s, self._round_trip.smoothed_s, queued, int(self.connected))
+
+    def add(self, transfer: OutgoingTransfer) -> None:
+        """Connects if nothing is connected. Raises ValueError for an id that is in use here."""
+        self._transfers = {key: known for key, known in self._transfers.items() if not known.ended}
+        if transfer.transfer_id in self._transfers:
+            raise ValueError(f"transfer_id: {transfer.transfer_id} is in use")
+        self._transfers[transfer.transfer_id] = transfer
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name=f"kv-shm-to-{self._epoch:x}")
+        self._work.set()
+
+    def offer(self, transfer: OutgoingTransfer) -> None:
+        """``transfer`` may have frames to send."""
+        if transfer.num_queued:
+            self._turns.add(transfer)
+            self._work.set()
+
+    def stopped(self, transfer: OutgoingTransfer, why: StopReason) -> None:
+        """``transfer`` ended before it was done, and the receiver does not know."""
+        self._farewells.append(Note(Kind.STOP, transfer.transfer_id, self._epoch, 0, why))
+        self._work.set()
+
+    async def close(self) -> None:
+        """Live transfers are cancelled, and the receiver told if the connection stands."""
+        for transfer in self._transfers.values():
+            transfer.cancel()
+        give_up_at = self._loop.time() + _FAREWELL_S
+        while self._farewells and self.connected and self._loop.time() < give_up_at:
+            await asyncio.sleep(_FAREWELL_S / 100)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None  # its exception holds on to the arena
+
+    # What follows is for the connection.
+
+    def take_farewells(self) -> list[Note]:
+        taken, self._farewells = list(self._farewells), deque()
+        return taken
+
+    def next_frame(self) -> tuple[OutgoingTransfer, OutgoingFrame] | None:
+        """The next frame of the transfer whose turn it is, None if nothing waits."""
+        while (transfer := self._turns.take()) is not None:
+            frame = transfer.next_frame()
+            if frame is not None:
+                if transfer.num_queued:
+                    self._turns.add(transfer)
+                self.frames_resent += frame.attempt > 1
+                self._goodput.started(self._loop.time())
+                return transfer, frame
+        return None
+
+    async def wait_for_work(self) -> None:
+        """Returns when there may be something to send."""
+        await self._work.wait()
+        self._work.clear()
+
+    def delivered(self, num_bytes: int, all_delivered: bool) -> None:
+        """Payload that is placed; ``all_delivered``: nothing is in flight any more."""
+        self.bytes_sent += num_bytes
+        self._goodput.delivered(num_bytes, self._loop.time(), all_delivered)
+
+    async def _run(self) -> None:
+        """One connection for ever: opened when there is work, used until it breaks, opened again."""
+        failures = 0
+        while True:
+            # A break is looked into at once while transfers live, also if nothing is to be sent: the receiver may be gone.
+            while not (self._turns or self.num_live):
+                self._farewells.clear()
+                await self.wait_for_work()
+            try:
+                end = await self._use_one_connection()
+            except HandshakeError as error:
+                log.error("kv shm sender: epoch %x: handshake refused: %s", self._epoch, error)
+                code: FailureCode = "UNAVAILABLE" if error.field == "receiver_epoch" else "INVALID_ARGUMENT"
+                self._fail_all(TransferFailed(code, f"handshake refused: {error}"))
+                continue
+            except (OSError, TimeoutError, WireError) as error:
+                end = ConnectionEnd(f"cannot connect: {error!r}", progressed=False, failed=True)
+            if end.progressed:
+                failures = 0
+            if end.failed:
+                failures += 1
+                log.warning("kv shm sender: epoch %x: failure %d: %s", self._epoch, failures, end.why)
+                if failures >= self._settings.max_attempts:
+                    self._fail_all(TransferFailed("UNAVAILABLE", f"shared memory: failed {failures} times in a row, last: {end.why}"))
+                    failures = 0
+                else:
+                    await asyncio.sleep(self._settings.backoff_s * 2 ** (failures - 1))
+
+    async def _use_one_connection(self) -> ConnectionEnd:
+        """Open one and use it until it breaks: its arena is not kept longer. Raises HandshakeError, WireError, OSError."""
+        async with asyncio.timeout(self._settings.connect_timeout_s):
+            connection = await self._connect()
+        self.connections_opened += 1
+        self.connected = True
+        try:
+            return await connection.use()
+        finally:
+            self.connected = False
+
+    def _fail_all(self, failure: TransferFailed) -> None:
+        """Every live transfer to this receiver, also one that has nothing to send yet."""
+        for transfer in self._transfers.values():
+            transfer.fail(failure)
+        self._turns.clear()
+        self._farewells.clear()
+
+    async def _connect(self) -> _Connection:
+        """A connection with the handshake done and its arena shared. Raises HandshakeError, WireError or OSError."""
+        sock = await shm_io.connect(self._epoch)
+        try:
+            arena = Arena(self._settings.num_slots)
+            sent_at = self._loop.time()
+            try:
+                await shm_io.send_hello(sock, hello(self._handshake, self._epoch), arena.fd)
+            finally:
+                arena.close_fd()
+            kind, body = await tcp_io.receive_message(sock, ("welcome", "refuse"))
+            self._round_trip.measured(self._loop.time() - sent_at)
+            if kind is Kind.REFUSE:
+                raise parse_refuse(body)
+            check_welcome(body, self._handshake, self._epoch)
+        except BaseException:  # cancellation as well: the socket has no owner yet
+            sock.close()
+            raise
+        return _Connection(self, sock, arena)
+
+
+@dataclass(frozen=True)
+class ConnectionEnd:
+    """``progressed``: something was answered. ``failed``: frames were lost, or it hardly came to stand."""
+
+    why: str
+    progressed: bool
+    failed: bool
+
+
+class _Connection:
+    """One open connection: copies what the peer gives into slots, announces it, matches replies; in the end hands back what was not
+    acknowledged. Its arena ends with it: a receiver that still reads a slot keeps the memory, and nobody writes there any more.
+    """
+
+    def __init__(self, peer: ShmPeer, sock: socket.socket, arena: Arena) -> None:
+        self._progressed = False
+        self._opened_at = asyncio.get_running_loop().time()
+        self._peer = peer
+        self._sock = sock
+        self._arena = arena
+        self._slot_free = asyncio.Event()
+        self._in_flight: dict[tuple[int, int], tuple[OutgoingTransfer, int]] = {}
+
+    async def use(self) -> ConnectionEnd:
+        """Until it breaks. Frames in flight are then lost, their transfers told."""
+        tasks = [asyncio.create_task(self._write()), asyncio.create_task(self._read())]
+        why = "cancelled"
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            error = next(iter(done)).exception()
+            why = repr(error)
+            if not isinstance(error, OSError | WireError):
+                log.error("kv shm sender: a connection ended by a mistake of ours", exc_info=error)
+        finally:
+            # Nobody may wait on the descriptor when it is closed: its number is reused at once.
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._sock.close()
+            lost, self._in_flight = self._in_flight, {}
+            for (_, sequence), (transfer, _) in lost.items():
+                transfer.lost(sequence, why)
+        lived_s = asyncio.get_running_loop().time() - self._opened_at
+        return ConnectionEnd(why, self._progressed, failed=bool(lost) or lived_s < _SHORT_LIFE_S)
+
+    async def _write(self) -> None:
+        while True:
+            messages = [encode_note(note).ljust(MESSAGE_BYTES, b"\0") for note in self._peer.take_farewells()]
+            messages += [self._announce(*taken) for taken in self._take_frames()]
+            if not messages:
+                await (self._peer.wait_for_work() if self._arena.num_free else self._slot_free.wait())
+                continue
+            await tcp_io.send(self._sock, b"".join(messages), memoryview(b""))
+            # A send that the kernel takes at once does not yield; without this a long transfer would hold up the loop.
+            await asyncio.sleep(0)
+
+    def _take_frames(self) -> Iterator[tuple[OutgoingTransfer, OutgoingFrame]]:
+        """Some frames, as long as there are slots and frames."""
+        for _ in range(min(_FRAMES_AT_ONCE, self._arena.num_free)):
+            taken = self._peer.next_frame()
+            if taken is None:
+                return
+            yield taken
+
+    def _announce(self, transfer: OutgoingTransfer, frame: OutgoingFrame) -> bytes:
+        """Copy a frame's payload into a slot; what to tell the receiver."""
+        slot = self._arena.take()
+        assert slot is not None
+        if not self._arena.num_free:
+            self._slot_free.clear()
+        # A cancelled transfer's frames stay here too: their slots are read until they are answered.
+        self._in_flight[(transfer.transfer_id, frame.header.sequence)] = (transfer, slot)
+        offset = self._arena.write(slot, payload_view(frame.block.values))
+        return encode_frame_header(frame.header) + OFFSET.pack(offset)
+
+    async def _read(self) -> None:
+        async for answers in shm_io.records(self._sock, REPLY_BYTES):
+            self._progressed = True
+            for answer in answers:
+                self._answered(decode_reply(answer))
+
+    def _answered(self, reply: Reply) -> None:
+        found = self._in_flight.pop((reply.transfer_id, reply.sequence), None)
+        if found is None:
+            return
+        transfer, slot = found
+        self._arena.give_back(slot)
+        self._slot_free.set()
+        if reply.reason is None:
+            self._peer.delivered(transfer.acked(reply.sequence), all_delivered=not self._in_flight)
+        else:
+            transfer.nacked(reply.reason)

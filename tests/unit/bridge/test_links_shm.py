@@ -1,0 +1,589 @@
+"""The shared-memory link: exact, bounded by its slots, refused, fenced and stalled as the design says; killed processes leave nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import gc
+import os
+import pickle
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pddbridge.engine import KVBlock
+from pddbridge.kv_convert import KVPool, read_blocks, write_block
+from pddbridge.kv_handshake import HandshakeError, hello, parse_refuse
+from pddbridge.kv_layout import head_major, interleaved_heads
+from pddbridge.kv_spec import HeadRange, KVSpec, LayerRange, TokenRange
+from pddbridge.kv_wire import Kind, encode_frame_header, frame_of, payload_view, sampled_crc32c
+from pddbridge.links import shm_io, tcp_io
+from pddbridge.links.outgoing import OutgoingTransfer
+from pddbridge.links.schedule import Priority
+from pddbridge.links.shm import ShmSender, ShmServer, ShmSettings, reachable
+from pddbridge.links.shm_arena import SLOT_BYTES, Arena, map_arena
+from pddbridge.links.shm_server import OFFSET
+from pddbridge.links.tcp import Handshake, KVSender, KVServer, TransferFailed, TransferReport
+from tests.support.kv import blocks_of, canary_pool, fill_slowly, random_planes, same_pools
+from tests.support.shm_child import PLACED_FIRST, PLANES, SENDER, SPEC, TOKENS, TRANSFER_ID
+
+ROOT = Path(__file__).parents[3]
+FEW = ShmSettings(num_slots=3, backoff_s=0.01)
+
+
+@dataclass
+class Target:
+    """A receiving process: both of its servers, its pool, what it was told."""
+
+    epoch: int
+    server: KVServer
+    shm: ShmServer
+    port: int
+    pool: KVPool
+    table: np.ndarray
+    completed: dict[int, TransferReport] = field(default_factory=dict)
+    failed: dict[int, TransferFailed] = field(default_factory=dict)
+    may_place: asyncio.Event = field(default_factory=asyncio.Event)
+    num_placing: int = 0
+    num_placed: int = 0
+    place_error: Exception | None = None
+
+    async def place(self, transfer_id: int, block: KVBlock) -> None:
+        self.num_placing += 1
+        try:
+            await self.may_place.wait()
+            if self.place_error is not None:
+                raise self.place_error
+            write_block(self.pool, self.table, block)
+            self.num_placed += 1
+        finally:
+            self.num_placing -= 1
+
+
+@asynccontextmanager
+async def receiving(**changes: object) -> AsyncIterator[Target]:
+    epoch = secrets.randbits(64)
+    handshake = replace(SENDER, epoch=epoch, name="main-1", **changes)  # type: ignore[arg-type]
+    target: Target
+
+    async def place(transfer_id: int, block: KVBlock) -> None:
+        await target.place(transfer_id, block)
+
+    server = KVServer(
+        handshake,
+        place,
+        lambda transfer_id, report: target.completed.update({transfer_id: report}),
+        lambda transfer_id, failure: target.failed.update({transfer_id: failure}),
+    )
+    shm = ShmServer(handshake, server.incoming, handshake_timeout_s=0.3)
+    shm.start()
+    pool = canary_pool(head_major(12, SPEC.dtype), SPEC, 12)
+    target = Target(epoch, server, shm, await server.start("127.0.0.1", 0), pool, np.random.default_rng(1).permutation(12))
+    target.may_place.set()
+    try:
+        yield target
+    finally:
+        target.may_place.set()
+        await shm.close()
+        await server.close()
+
+
+@asynccontextmanager
+async def sending(settings: ShmSettings | None = None, handshake: Handshake = SENDER) -> AsyncIterator[ShmSender]:
+    sender = ShmSender(handshake, settings)
+    try:
+        yield sender
+    finally:
+        await sender.close()
+
+
+def open_to(sender: ShmSender, target: Target, transfer_id: int = TRANSFER_ID, tokens: TokenRange = TOKENS) -> OutgoingTransfer:
+    return sender.open("127.0.0.1", target.port, target.epoch, transfer_id, tokens)
+
+
+def push_in_chunks(transfer: OutgoingTransfer, tokens: TokenRange = TOKENS, chunk: int = 16) -> None:
+    for start in range(tokens.start, tokens.stop, chunk):
+        for block in blocks_of(SPEC, PLANES, TokenRange(start, min(start + chunk, tokens.stop))):
+            transfer.push(block)
+
+
+def assert_exact(target: Target, tokens: TokenRange = TOKENS) -> None:
+    """``tokens`` are there bit by bit and nothing else was touched."""
+    expected = canary_pool(target.pool.layout, SPEC, target.pool.num_pages)
+    fill_slowly(expected, target.table, PLANES, LayerRange(0, 4), tokens, HeadRange(0, 3))
+    assert same_pools(target.pool, expected)
+
+
+async def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+def num_arenas() -> int:
+    """Mappings of and descriptors for arenas that this process has."""
+    gc.collect()
+    mapped = sum("memfd:pdd-kv" in line for line in Path("/proc/self/maps").read_text().splitlines())
+    links = [os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
+    return mapped + sum("memfd:pdd-kv" in link for link in links)
+
+
+@asynccontextmanager
+async def child(role: str, epoch: int) -> AsyncIterator[asyncio.subprocess.Process]:
+    argv = (sys.executable, "-m", "tests.support.shm_child", role, str(epoch))
+    process = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE, cwd=ROOT)
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def says(process: asyncio.subprocess.Process, word: str) -> None:
+    assert process.stdout is not None
+    assert await asyncio.wait_for(process.stdout.readline(), 30) == f"{word}\n".encode()
+
+
+def drop_connections() -> None:
+    """As if every connection broke at its receiving end."""
+    for task in asyncio.all_tasks():
+        if task.get_name() == "kv-shm-connection":
+            task.cancel()
+
+
+async def test_a_transfer_is_exact_between_unequal_pages_and_both_sides_report_it() -> None:
+    before = num_arenas()
+    async with receiving() as target, sending() as sender:
+        source, table = KVPool.zeros(interleaved_heads(16, SPEC.dtype), SPEC, 8), np.array([7, 0, 3, 1, 6, 2, 5])
+        fill_slowly(source, table, PLANES, LayerRange(0, 4), TokenRange(0, TOKENS.stop), HeadRange(0, 3))
+        target.server.expect(1, TOKENS)
+        acked: list[int] = []
+        transfer = sender.open("127.0.0.1", target.port, target.epoch, 1, TOKENS, on_acked=acked.append)
+        for start in range(TOKENS.start, TOKENS.stop, 32):
+            for block in read_blocks(source, table, TokenRange(start, min(start + 32, TOKENS.stop))):
+                transfer.push(block)
+        report = await transfer.done()
+        assert report.bytes == len(TOKENS) * SPEC.bytes_per_token == sum(acked) == sender.counters.bytes_sent
+        assert target.completed == {1: report}
+        assert target.server.counters.bytes_received == report.bytes
+        assert_exact(target)
+        assert target.shm.counters.num_connections == sender.counters.connections_opened == 1
+        assert num_arenas() > before
+        await target.server.fence(1)
+        assert target.server.counters.num_open == sender.counters.num_open == 0
+    del transfer
+    await eventually(lambda: num_arenas() == before)
+
+
+async def test_the_slots_bound_what_is_under_way() -> None:
+    async with receiving() as target, sending(FEW) as sender:
+        target.may_place.clear()
+        target.server.expect(1, TOKENS)
+        transfer = open_to(sender, target)
+        push_in_chunks(transfer, chunk=1)
+        await eventually(lambda: target.num_placing == 3)
+        await asyncio.sleep(0.05)
+        assert target.num_placing == 3
+        target.may_place.set()
+        await transfer.done()
+        assert_exact(target)
+
+
+async def test_large_blocks_fill_whole_slots() -> None:
+    spec = KVSpec.gqa(2, 4, 64, "float32")
+    tokens, planes = TokenRange(0, 3000), random_planes(spec, 3000, seed=4)
+    seen: list[bool] = []
+
+    async def place(_: int, block: KVBlock) -> None:
+        want = planes[block.plane][block.layers.start : block.layers.stop, block.tokens.start : block.tokens.stop]
+        seen.append(block.values.tobytes() == want.tobytes())
+
+    handshake = replace(SENDER, kv_spec=spec, epoch=secrets.randbits(64))
+    server = KVServer(handshake, place, lambda *_: None, lambda *_: None)
+    shm = ShmServer(handshake, server.incoming)
+    shm.start()
+    async with sending(FEW, replace(SENDER, kv_spec=spec)) as sender:
+        server.expect(9, tokens)
+        transfer = sender.open("127.0.0.1", 1, handshake.epoch, 9, tokens)
+        for block in blocks_of(spec, planes, tokens):
+            transfer.push(block)
+        report = await transfer.done()
+    assert len(seen) == report.num_frames > 10
+    assert all(seen)
+    await shm.close()
+    await server.close()
+
+
+async def test_a_broken_connection_is_replaced_with_a_new_arena_and_the_transfer_exact() -> None:
+    async with receiving() as target, sending(FEW) as sender:
+        target.server.expect(1, TOKENS)
+        transfer = open_to(sender, target)
+        push_in_chunks(transfer, chunk=1)
+        for count in (10, 60):
+            await eventually(lambda count=count: target.num_placed > count)  # type: ignore[misc]
+            drop_connections()
+        report = await transfer.done()
+        assert report.num_repeated == sender.counters.frames_resent > 0
+        assert sender.counters.connections_opened == 3
+        assert_exact(target)
+
+
+async def test_a_receiver_that_always_breaks_is_given_up() -> None:
+    async with receiving() as target, sending(FEW) as sender:
+        target.may_place.clear()
+        target.server.expect(1, TOKENS)
+        transfer = open_to(sender, target)
+        push_in_chunks(transfer)
+        while not transfer.ended:
+            await asyncio.sleep(0.002)
+            drop_connections()
+        with pytest.raises(TransferFailed) as caught:
+            await transfer.done()
+        assert caught.value.code == "UNAVAILABLE"
+
+
+async def test_a_slot_is_not_used_again_before_its_frame_was_answered() -> None:
+    """A cancelled transfer's frames are still being read; other transfers go on with the other slots."""
+    async with receiving() as target, sending(FEW) as sender:
+        other_tokens = TokenRange(0, 40)
+        target.server.expect(1, TOKENS)
+        target.server.expect(2, other_tokens)
+        target.may_place.clear()
+        first = open_to(sender, target)
+        push_in_chunks(first, TokenRange(50, 51))  # two planes: two of three slots
+        await eventually(lambda: target.num_placing == 2)
+        first.cancel()
+        second = open_to(sender, target, 2, other_tokens)
+        push_in_chunks(second, other_tokens, chunk=1)
+        await eventually(lambda: target.num_placing == 3)
+        target.may_place.set()
+        await second.done()
+        expected = canary_pool(target.pool.layout, SPEC, 12)
+        for tokens in (other_tokens, TokenRange(50, 51)):
+            fill_slowly(expected, target.table, PLANES, LayerRange(0, 4), tokens, HeadRange(0, 3))
+        assert same_pools(target.pool, expected)
+
+
+async def test_a_sender_that_stops_tells_the_receiver() -> None:
+    async with receiving() as target, sending() as sender:
+        for transfer_id, tokens in ((1, TOKENS), (2, TokenRange(0, 4))):
+            target.server.expect(transfer_id, tokens)
+        transfer, other = open_to(sender, target), open_to(sender, target, 2, TokenRange(0, 4))
+        push_in_chunks(transfer, TokenRange(5, 21))
+        await eventually(lambda: target.num_placed == 2)
+        transfer.cancel()
+        await eventually(lambda: 1 in target.failed)
+        assert (target.failed[1].code, target.failed[1].message) == ("UNAVAILABLE", "the sender stopped: cancelled")
+        await sender.close()
+        await eventually(lambda: 2 in target.failed)
+        assert other.ended
+
+
+async def test_a_receiver_that_is_gone_is_noticed_before_anything_is_sent() -> None:
+    async with sending(FEW) as sender:
+        async with receiving() as target:
+            transfer = open_to(sender, target)
+            await eventually(lambda: target.shm.counters.num_connections == 1)
+            assert sender.stats()[target.epoch].num_connections == 1
+        with pytest.raises(TransferFailed, match="3 times in a row") as caught:
+            await asyncio.wait_for(transfer.done(), 5)
+        assert caught.value.code == "UNAVAILABLE"
+
+
+async def test_transfers_take_turns_by_class_and_the_link_measures_itself() -> None:
+    async with receiving() as target, sending(FEW) as sender:
+        order: list[int] = []
+        tokens = TokenRange(0, 24)
+        target.may_place.clear()
+        for transfer_id, priority in ((1, Priority.BACKGROUND), (2, Priority.URGENT)):
+            target.server.expect(transfer_id, tokens)
+            transfer = sender.open(
+                "127.0.0.1",
+                target.port,
+                target.epoch,
+                transfer_id,
+                tokens,
+                on_acked=lambda _, transfer_id=transfer_id: order.append(transfer_id),  # type: ignore[misc]
+                priority=priority,
+            )
+            push_in_chunks(transfer, tokens, chunk=1)
+        await eventually(lambda: target.num_placing == 3)
+        assert sender.stats()[target.epoch].queued_bytes == 2 * 24 * SPEC.bytes_per_token
+        target.may_place.set()
+        await eventually(lambda: len(order) == 96)
+        assert order.count(1) == order.count(2) == 48
+        assert order[:50].count(2) > 40
+        stats = sender.stats()[target.epoch]
+        assert stats.queued_bytes == 0
+        assert stats.goodput_bytes_per_s is not None
+        assert stats.goodput_bytes_per_s > 0
+        assert stats.round_trip_s is not None
+        assert 0 < stats.round_trip_s < 5
+
+
+async def test_a_fence_waits_for_writers_and_drops_what_comes_after() -> None:
+    async with receiving() as target, sending() as sender:
+        target.may_place.clear()
+        target.server.expect(1, TOKENS)
+        transfer = open_to(sender, target)
+        push_in_chunks(transfer, TokenRange(5, 21))
+        await eventually(lambda: target.num_placing == 2)
+        fence = asyncio.create_task(target.server.fence(1))
+        await asyncio.sleep(0.02)
+        assert not fence.done()
+        target.may_place.set()
+        await fence
+        assert target.num_placing == target.server.counters.num_open == 0
+        before = [arrays[0].tobytes() for arrays in target.pool.arrays]
+        push_in_chunks(transfer, TokenRange(21, 53))
+        with pytest.raises(TransferFailed) as caught:
+            await transfer.done()
+        assert caught.value.code == "CANCELLED"
+        await asyncio.sleep(0.02)
+        assert [arrays[0].tobytes() for arrays in target.pool.arrays] == before
+        assert target.completed == {}
+
+
+async def test_a_place_that_fails_fails_the_transfer_on_both_sides() -> None:
+    async with receiving() as target, sending() as sender:
+        target.place_error = RuntimeError("no such page")
+        target.server.expect(1, TOKENS)
+        transfer = open_to(sender, target)
+        push_in_chunks(transfer)
+        with pytest.raises(TransferFailed):
+            await transfer.done()
+        assert "no such page" in target.failed[1].message
+        await target.server.fence(1)
+        assert target.server.counters.num_open == 0
+
+
+async def test_a_receiver_that_places_nothing_fails_the_transfer_within_its_deadline() -> None:
+    async with receiving() as target, sending(replace(FEW, stall_timeout_s=0.2)) as sender:
+        target.may_place.clear()
+        target.server.expect(1, TOKENS)
+        transfer = open_to(sender, target)
+        push_in_chunks(transfer)
+        async with asyncio.timeout(5):
+            with pytest.raises(TransferFailed) as caught:
+                await transfer.done()
+        assert caught.value.code == "DEADLINE_EXCEEDED"
+
+
+@pytest.mark.parametrize("field", ["fingerprint", "kv_spec"])
+async def test_a_mismatch_is_refused_with_both_values(field: str) -> None:
+    other = {"fingerprint": "f2", "kv_spec": KVSpec.gqa(4, 3, 8, "float16")}[field]
+    async with receiving(**{field: other}) as target, sending(FEW) as sender:
+        target.server.expect(1, TOKENS)
+        transfer = open_to(sender, target)
+        push_in_chunks(transfer)
+        with pytest.raises(TransferFailed, match=f"{field} differs.*'prefill-1'.*'main-1'") as caught:
+            await transfer.done()
+        assert caught.value.code == "INVALID_ARGUMENT"
+        assert target.shm.counters.handshakes_refused == 1
+        assert target.num_placed == 0
+
+
+async def test_another_life_of_the_receiver_is_not_reached() -> None:
+    async with receiving() as target, sending(FEW) as sender:
+        assert reachable(target.epoch)
+        assert not reachable(target.epoch ^ 1)
+        transfer = sender.open("127.0.0.1", target.port, target.epoch ^ 1, 1, TOKENS)
+        push_in_chunks(transfer)
+        with pytest.raises(TransferFailed, match="3 times in a row") as caught:
+            await transfer.done()
+        assert caught.value.code == "UNAVAILABLE"
+        # Someone who found the door all the same, with another epoch in its hello:
+        sock = await shm_io.connect(target.epoch)
+        arena = Arena(1)
+        await shm_io.send_hello(sock, hello(SENDER, 22), arena.fd)
+        arena.close_fd()
+        kind, body = await tcp_io.receive_message(sock, ("welcome", "refuse"))
+        assert kind is Kind.REFUSE
+        assert isinstance(refused := parse_refuse(body), HandshakeError)
+        assert refused.field == "receiver_epoch"
+        sock.close()
+    assert not reachable(target.epoch)
+
+
+async def test_one_receiver_takes_transfers_over_both_links() -> None:
+    async with receiving() as target, sending() as shm:
+        tcp = KVSender(SENDER)
+        middle = TokenRange(40, 60)
+        target.server.expect(1, TokenRange(5, 40))
+        target.server.expect(2, middle)
+        over_shm = open_to(shm, target, 1, TokenRange(5, 40))
+        over_tcp = tcp.open("127.0.0.1", target.port, target.epoch, 2, middle)
+        push_in_chunks(over_shm, TokenRange(5, 40))
+        push_in_chunks(over_tcp, middle)
+        await asyncio.gather(over_shm.done(), over_tcp.done())
+        await tcp.close()
+        assert_exact(target, TokenRange(5, 60))
+        assert (shm.counters.bytes_sent, target.server.counters.num_open) == (35 * SPEC.bytes_per_token, 2)
+
+
+async def raw_connection(target: Target, arena: Arena) -> socket.socket:
+    """A connection with the handshake done, for announcements of our own making."""
+    sock = await shm_io.connect(target.epoch)
+    await shm_io.send_hello(sock, hello(SENDER, target.epoch), arena.fd)
+    arena.close_fd()
+    await tcp_io.receive_message(sock, ("welcome",))
+    return sock
+
+
+def announcement(target: Target, arena: Arena, offset: int | None = None) -> bytes:
+    block = next(blocks_of(SPEC, PLANES, TokenRange(5, 9)))
+    slot = arena.take()
+    assert slot is not None
+    placed_at = arena.write(slot, payload_view(block.values))
+    header = frame_of(SPEC, 1, target.epoch, 0, block, sampled_crc32c)
+    return encode_frame_header(header) + OFFSET.pack(placed_at if offset is None else offset)
+
+
+async def closed(sock: socket.socket) -> None:
+    with pytest.raises(OSError, match=r"closed|reset"):
+        await asyncio.wait_for(tcp_io.receive(sock, 1), 5)
+    sock.close()
+
+
+@pytest.mark.parametrize("offset", [SLOT_BYTES - 100, SLOT_BYTES, (1 << 64) - 1, (1 << 63)])
+async def test_an_announcement_outside_the_arena_ends_the_connection(offset: int) -> None:
+    async with receiving() as target:
+        target.server.expect(1, TOKENS)
+        arena = Arena(1)
+        sock = await raw_connection(target, arena)
+        await tcp_io.send(sock, announcement(target, arena, offset), memoryview(b""))
+        await closed(sock)
+        assert (target.shm.counters.frames_refused, target.num_placed) == (1, 0)
+
+
+async def test_a_slot_that_holds_another_frame_is_noticed() -> None:
+    async with receiving() as target:
+        target.server.expect(1, TOKENS)
+        arena = Arena(2)
+        sock = await raw_connection(target, arena)
+        message = announcement(target, arena)
+        await tcp_io.send(sock, message[:-8] + OFFSET.pack(SLOT_BYTES), memoryview(b""))
+        other = arena.take()
+        assert other is not None
+        await closed(sock)
+        assert (target.shm.counters.frames_refused, target.num_placed) == (1, 0)
+        sock = await raw_connection(target, arena := Arena(2))
+        message = announcement(target, arena)
+        await tcp_io.send(sock, message[:50], memoryview(b""))
+        await asyncio.sleep(0.01)
+        await tcp_io.send(sock, message[50:], memoryview(b""))  # in two pieces, and right
+        await eventually(lambda: target.num_placed == 1)
+        sock.close()
+
+
+def memory(size: int, seals: int | None) -> int:
+    fd = os.memfd_create("pdd-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    if seals is not None:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+@pytest.mark.parametrize(
+    ("size", "seals"),
+    [
+        (SLOT_BYTES, None),
+        (SLOT_BYTES, fcntl.F_SEAL_GROW),
+        (SLOT_BYTES + 1, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL),
+        (0, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL),
+        (257 * SLOT_BYTES, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL),
+    ],
+)
+def test_memory_that_could_shrink_or_is_too_large_is_not_mapped(size: int, seals: int | None) -> None:
+    fd = memory(size, seals)
+    with pytest.raises(ValueError, match="arena"):
+        map_arena(fd)
+    with pytest.raises(OSError, match="descriptor"):
+        os.fstat(fd)
+    with pytest.raises(ValueError, match="arena"):
+        map_arena(os.open("/dev/null", os.O_RDWR))
+
+
+@pytest.mark.parametrize(
+    "opening", [pickle.dumps({"exec": "x" * 100}), bytes(200), b"", hello(SENDER, 1)], ids=["pickle", "zeros", "", "no fd"]
+)
+async def test_strangers_are_cut_off_and_friends_still_served(opening: bytes) -> None:
+    async with receiving() as target, sending() as sender:
+        sock = await shm_io.connect(target.epoch)
+        await tcp_io.send(sock, opening, memoryview(b""))
+        await closed(sock)
+        target.server.expect(1, TOKENS)
+        transfer = open_to(sender, target)
+        push_in_chunks(transfer)
+        await transfer.done()
+        assert_exact(target)
+
+
+async def test_a_sender_killed_half_way_leaves_nothing() -> None:
+    """What it announced is placed from the memory it shared; the fence drains; neither mapping nor descriptor remains."""
+    before = num_arenas()
+    async with receiving() as target:
+        target.server.expect(TRANSFER_ID, TOKENS)
+        async with child("send", target.epoch) as process:
+            await says(process, "sending")
+            target.may_place.clear()
+            await eventually(lambda: target.num_placing > 1 or target.completed != {})
+            process.send_signal(signal.SIGKILL)
+            await process.wait()
+            await eventually(lambda: target.shm.counters.num_connections == 0)
+            assert target.completed == {}
+            fence = asyncio.create_task(target.server.fence(TRANSFER_ID))
+            await asyncio.sleep(0.02)
+            assert not fence.done()
+            target.may_place.set()
+            await fence
+        assert target.num_placing == target.server.counters.num_open == 0
+        assert 0 < target.num_placed < 2 * len(TOKENS)
+        await eventually(lambda: num_arenas() == before)
+
+
+async def test_a_receiver_killed_half_way_fails_the_transfer_and_leaves_nothing() -> None:
+    before, epoch = num_arenas(), secrets.randbits(64)
+    async with sending(FEW) as sender, child("receive", epoch) as process:
+        await says(process, "listening")
+        transfer = sender.open("127.0.0.1", 1, epoch, TRANSFER_ID, TOKENS)
+        push_in_chunks(transfer, chunk=1)
+        await says(process, "placing")
+        process.send_signal(signal.SIGKILL)
+        async with asyncio.timeout(5):
+            with pytest.raises(TransferFailed) as caught:
+                await transfer.done()
+        assert caught.value.code == "UNAVAILABLE"
+        assert sender.counters.bytes_sent <= PLACED_FIRST * 4 * 3 * 8 * 2
+        assert (sender.counters.num_open, num_arenas()) == (0, before)
+        assert not reachable(epoch)
+
+
+async def test_closing_with_everything_open_ends_everything() -> None:
+    before = asyncio.all_tasks()
+    async with receiving() as target, sending() as sender:
+        target.may_place.clear()
+        target.server.expect(1, TOKENS)
+        transfer = open_to(sender, target)
+        push_in_chunks(transfer)
+        await eventually(lambda: target.num_placing > 0)
+        await sender.close()
+        with pytest.raises(TransferFailed):
+            await transfer.done()
+    await eventually(lambda: asyncio.all_tasks() <= before)
+    assert target.num_placing == 0
+
+
+def test_settings_out_of_bounds_are_refused() -> None:
+    for field_name, value in (("num_slots", 0), ("num_slots", 257), ("stall_timeout_s", 0.0), ("max_attempts", 0)):
+        with pytest.raises(ValueError, match=field_name):
+            replace(FEW, **{field_name: value})  # type: ignore[arg-type]
