@@ -216,11 +216,16 @@ def decode_frame_header(data: bytes | bytearray | memoryview, spec: KVSpec) -> F
     return FrameHeader(transfer_id, epoch, sequence, group_index, plane_index, *ranges, Codec(codec), negotiated, crc, size)
 
 
-def empty_values(header: FrameHeader, spec: KVSpec) -> np.ndarray:
-    """Uninitialised values [layers, tokens, heads, dim] to receive the payload of a checked ``header`` into."""
+def empty_values(header: FrameHeader, spec: KVSpec, allocate: Callable[[int], np.ndarray] | None = None) -> np.ndarray:
+    """Uninitialised values [layers, tokens, heads, dim] to receive the payload of a checked ``header`` into.
+
+    ``allocate`` gives uint8 [bytes]; None: fresh memory.
+    """
     _, plane = _plane_at(spec, header.group, header.plane)
     shape = (len(header.layers), len(header.tokens), len(header.heads), plane.head_dim)
-    return np.empty(shape, spec.np_dtype_of(plane))
+    if allocate is None:
+        return np.empty(shape, spec.np_dtype_of(plane))
+    return allocate(header.payload_bytes).view(spec.np_dtype_of(plane)).reshape(shape)
 
 
 def block_of(header: FrameHeader, spec: KVSpec, values: np.ndarray, checksum: Callable[[memoryview], int] = crc32c) -> KVBlock:

@@ -29,7 +29,7 @@ _MAX_REMEMBERED: Final = 256
 
 
 class IncomingTransfers:
-    """``place(transfer_id, block)`` writes a block into pages and returns when it is there; it may keep the block's values.
+    """``place(transfer_id, block)`` writes a block into pages and returns when it is there; the block's values are good until then.
     ``complete`` and ``failed`` are called on the loop, at most one of them and once per transfer; after ``failed`` the owner still fences.
     """
 
@@ -73,32 +73,38 @@ class IncomingTransfers:
             return False
 
     async def accept(self, header: FrameHeader, block: KVBlock | None) -> Reply:
-        """Place a checked frame, or find out why not. ``block`` None: the payload was thrown away because nobody ``wants`` it.
+        """As ``receive``, for those who wait. Cancelling the call does not stop the write that it started."""
+        answered: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
 
-        Cancelling the call does not stop the write that it started.
+        def answer(reply: Reply) -> None:
+            if not answered.done():
+                answered.set_result(reply)
+
+        self.receive(header, block, answer)
+        return await answered
+
+    def receive(self, header: FrameHeader, block: KVBlock | None, answer: Callable[[Reply], None]) -> None:
+        """Place a checked frame, or find out why not; ``answer`` is called once, now or when it is placed. ``block`` None: the payload was
+        thrown away because nobody ``wants`` it.
         """
         receiver = self._find(header.transfer_id, header.epoch)
         if isinstance(receiver, NackReason):
-            return self._drop(header, receiver)
+            return answer(self._drop(header, receiver))
         try:
             admission = receiver.inspect(header) if block is None else receiver.begin(header)
         except FrameError as error:
-            return self._refuse(receiver, header, error)
+            return answer(self._refuse(receiver, header, error))
         if admission is Admission.DEAD or (block is None and admission is Admission.PLACE):
-            return self._drop(header, NackReason.FENCED if admission is Admission.DEAD else NackReason.UNKNOWN)
+            return answer(self._drop(header, NackReason.FENCED if admission is Admission.DEAD else NackReason.UNKNOWN))
         writer_key = (header.transfer_id, header.rectangle)
         if admission is Admission.PLACE and block is not None:
             writer = asyncio.get_running_loop().create_task(_as_coroutine(self._place(header.transfer_id, block)))
             self._writers[writer_key] = writer
             writer.add_done_callback(partial(self._written, receiver, header))
         if (current := self._writers.get(writer_key)) is not None:
-            await asyncio.wait([current])
-            if current.cancelled() or current.exception() is not None:
-                return Reply(header.transfer_id, header.epoch, header.sequence, NackReason.FAILED)
-        # The state may have moved on while we waited.
-        if receiver.inspect(header) is Admission.AGAIN:
-            return Reply(header.transfer_id, header.epoch, header.sequence, None)
-        return Reply(header.transfer_id, header.epoch, header.sequence, NackReason.FENCED)
+            current.add_done_callback(lambda writer: answer(self._reply(receiver, header, writer)))
+        else:
+            answer(self._reply(receiver, header, None))
 
     def placed(self, transfer_id: int, epoch: int) -> list[Rectangle] | NackReason:
         """What a sender need not send again after a break, or why it need send nothing at all."""
@@ -134,6 +140,15 @@ class IncomingTransfers:
             return NackReason.EPOCH
         receiver = self._open.get(transfer_id) or self._ended.get(transfer_id)
         return NackReason.UNKNOWN if receiver is None else receiver
+
+    def _reply(self, receiver: Receiver, header: FrameHeader, writer: asyncio.Task[None] | None) -> Reply:
+        """To a frame that is there or not, now that its writer has ended. The state may have moved on meanwhile."""
+        reason: NackReason | None = None
+        if writer is not None and (writer.cancelled() or writer.exception() is not None):
+            reason = NackReason.FAILED
+        elif receiver.inspect(header) is not Admission.AGAIN:
+            reason = NackReason.FENCED
+        return Reply(header.transfer_id, header.epoch, header.sequence, reason)
 
     def _drop(self, header: FrameHeader, reason: NackReason) -> Reply:
         self.late_frames_dropped += 1

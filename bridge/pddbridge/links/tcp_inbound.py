@@ -7,9 +7,9 @@ import contextlib
 import socket
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
-from pddbridge.engine import KVBlock
 from pddbridge.kv_notes import NOTE_BYTES, Note, StopReason, decode_note, encode_have, encode_note
 from pddbridge.kv_spec import KVSpec
 from pddbridge.kv_wire import (
@@ -18,6 +18,7 @@ from pddbridge.kv_wire import (
     FrameHeader,
     Kind,
     NackReason,
+    Reply,
     block_of,
     check_prefix,
     decode_frame_header,
@@ -25,6 +26,7 @@ from pddbridge.kv_wire import (
     payload_view,
 )
 from pddbridge.links import tcp_io
+from pddbridge.links.frame_buffers import FrameBuffers
 from pddbridge.links.incoming import IncomingTransfers
 
 # An acknowledgement waits for more of its kind until so many frames wait for it, or for so long, or until no frame is being placed.
@@ -78,17 +80,26 @@ class Arrivals:
 class InboundConnection:
     """At most ``max_placing`` frames are in memory at once; then the connection is not read until one is placed."""
 
-    def __init__(self, sock: socket.socket, spec: KVSpec, incoming: IncomingTransfers, max_placing: int, idle_timeout_s: float) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        spec: KVSpec,
+        incoming: IncomingTransfers,
+        buffers: FrameBuffers,
+        max_placing: int,
+        idle_timeout_s: float,
+    ) -> None:
         self._sock = sock
         self._spec = spec
         self._incoming = incoming
+        self._buffers = buffers
         self._idle_timeout_s = idle_timeout_s
         self._intake = tcp_io.Intake(sock)
         self._slots = asyncio.Semaphore(max_placing)
         self._sending = asyncio.Lock()
         self._arrivals = Arrivals()
         self._news = asyncio.Event()
-        self._answers: set[asyncio.Task[None]] = set()
+        self._refusals: deque[Note] = deque()
         self._discarded: bytearray | None = None
 
     async def serve(self) -> None:
@@ -99,9 +110,9 @@ class InboundConnection:
             await next(iter(done))
         finally:
             # Nobody may wait on the descriptor when it is closed: its number is reused at once.
-            for task in (*parts, *self._answers):
+            for task in parts:
                 task.cancel()
-            await asyncio.gather(*parts, *self._answers, return_exceptions=True)
+            await asyncio.gather(*parts, return_exceptions=True)
 
     async def _receive(self) -> None:
         head = bytearray(FRAME_HEADER_BYTES)
@@ -121,25 +132,21 @@ class InboundConnection:
         await self._slots.acquire()
         block = None
         if self._incoming.wants(header):
-            # Fresh for every frame: whoever places it may keep it.
-            values = empty_values(header, self._spec)
+            values = empty_values(header, self._spec, self._buffers.take)
             await self._intake.fill(payload_view(values), inside=True)
             block = block_of(header, self._spec, values)
         else:
             self._discarded = self._discarded or bytearray(MAX_PAYLOAD_BYTES)
             await self._intake.fill(memoryview(self._discarded)[: header.payload_bytes], inside=True)
-        answer = asyncio.create_task(self._place(self._arrivals.add(header), block))
-        self._answers.add(answer)
-        answer.add_done_callback(self._answers.discard)
-        answer.add_done_callback(lambda _: self._slots.release())
+        self._incoming.receive(header, block, partial(self._answered, self._arrivals.add(header)))
 
-    async def _place(self, arrival: _Arrival, block: KVBlock | None) -> None:
-        header = arrival.header
-        reply = await self._incoming.accept(header, block)
+    def _answered(self, arrival: _Arrival, reply: Reply) -> None:
+        """Not before the frame is placed, or is known never to be."""
+        self._slots.release()
         self._arrivals.settle(arrival, placed=reply.reason is None)
-        self._news.set()
         if reply.reason is not None:
-            await self._send(encode_note(Note(Kind.NACK, header.transfer_id, header.epoch, header.sequence, reply.reason)))
+            self._refusals.append(Note(Kind.NACK, reply.transfer_id, reply.epoch, reply.sequence, reply.reason))
+        self._news.set()
 
     async def _take_note(self, note: Note) -> None:
         match note.kind:
@@ -157,9 +164,11 @@ class InboundConnection:
     async def _acknowledge(self) -> None:
         while True:
             await self._news.wait()
-            if self._arrivals.num_unanswered and self._arrivals.num_gathered < _GATHER_FRAMES:
+            if self._arrivals.num_unanswered and self._arrivals.num_gathered < _GATHER_FRAMES and not self._refusals:
                 await asyncio.sleep(_GATHER_S)
             self._news.clear()
+            while self._refusals:
+                await self._send(encode_note(self._refusals.popleft()))
             if (last := self._arrivals.take()) is not None:
                 await self._send(encode_note(Note(Kind.ACK, last.transfer_id, last.epoch, last.sequence)))
 

@@ -11,6 +11,7 @@ from pddbridge.kv_handshake import Handshake, HandshakeError, check_hello, refus
 from pddbridge.kv_spec import TokenRange
 from pddbridge.kv_wire import WireError
 from pddbridge.links import tcp_io
+from pddbridge.links.frame_buffers import FrameBuffers
 from pddbridge.links.incoming import Complete, Failed, IncomingTransfers, Place
 from pddbridge.links.tcp_inbound import InboundConnection
 
@@ -53,6 +54,7 @@ class KVServer:
     ) -> None:
         self._handshake = handshake
         self._incoming = IncomingTransfers(handshake.kv_spec, handshake.epoch, place, complete, failed)
+        self._buffers = FrameBuffers()
         self._max_placing = max_placing
         self._max_connections = max_connections
         self._handshake_timeout_s = handshake_timeout_s
@@ -128,7 +130,7 @@ class KVServer:
             tcp_io.prepare(sock)
             async with asyncio.timeout(self._handshake_timeout_s):
                 await self._greet(sock)
-            await InboundConnection(sock, self._handshake.kv_spec, self._incoming, self._max_placing, self._idle_timeout_s).serve()
+            await self._inbound(sock).serve()
         except HandshakeError as error:
             self._handshakes_refused += 1
             log.error("kv server: handshake from %s refused: %s", address, error)
@@ -140,6 +142,9 @@ class KVServer:
                 log.warning("kv server: connection from %s broken: %r", address, error)
         finally:
             sock.close()
+
+    def _inbound(self, sock: socket.socket) -> InboundConnection:
+        return InboundConnection(sock, self._handshake.kv_spec, self._incoming, self._buffers, self._max_placing, self._idle_timeout_s)
 
     async def _greet(self, sock: socket.socket) -> None:
         _, body = await tcp_io.receive_message(sock, ("hello",))
