@@ -1,204 +1,209 @@
-"""Pages -> wire order -> pages, for any :class:`KVLayout`, page table and ranges. Pure numpy, bit-exact, each byte moved as a bit pattern.
+"""Pages -> wire order -> pages, for any :class:`KVPool`, page table and ranges. Pure numpy, bit-exact, each byte moved once.
 
-Everything works on a :class:`KVPool`, host arrays that an engine owns or lends. The layout's axis names decide what is where;
-the shape is only checked against them.
+A copy is of *units*: the longest pieces that are contiguous both in the pages and on the wire (one head of one token; all heads of a
+token; a whole page). ``numpy.take`` and ``numpy.put`` move units by index, one ``memmove`` each: unlike a strided or a fancy-indexed
+assignment they neither loop over values nor make a copy in between, and scattered pages cost what consecutive ones do
+(``benchmarks/kv_convert.py``).
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat, zip_longest
 from typing import Final
 
 import numpy as np
 
 from pddbridge.engine import KVBlock
 from pddbridge.kv_block import check_block, locate_plane
-from pddbridge.kv_layout import KVLayout
-from pddbridge.kv_spec import HeadRange, KVGroup, KVSpec, LayerRange, TokenRange
+from pddbridge.kv_pool import KVPool
+from pddbridge.kv_spec import HeadRange, KVGroup, KVPlane, LayerRange, TokenRange
 
-# Copies are of bit patterns: NaN payloads survive, and numpy's own integer loops are faster than those of bfloat16.
-_BITS: Final[dict[int, np.dtype[np.unsignedinteger]]] = {2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}
-_CANONICAL: Final = ("page", "slot", "head", "dim")
-# A run of consecutive pages is one strided copy; where runs are shorter than this on average, one gather per layer is faster
-# (measured: strided copies win from about four pages on, a gather moves what it reads twice).
-_MIN_PAGES_PER_RUN: Final = 4
+__all__ = ["KVPool", "read_block", "read_blocks", "write_block"]
 
-
-@dataclass(frozen=True)
-class KVPool:
-    """``arrays[layer]``: the arrays of that layer, as ``layout.array_shapes`` says. Raises ValueError where they differ."""
-
-    layout: KVLayout
-    spec: KVSpec
-    arrays: tuple[tuple[np.ndarray, ...], ...]
-
-    def __post_init__(self) -> None:
-        if self.layout.dtype != self.spec.dtype:
-            raise ValueError(f"KVPool: layout dtype {self.layout.dtype!r} differs from spec dtype {self.spec.dtype!r}")
-        if len(self.arrays) != self.spec.num_layers:
-            raise ValueError(f"KVPool.arrays: given {len(self.arrays)} layers, the spec has {self.spec.num_layers}")
-        for group in self.spec.groups:
-            want = self.layout.array_shapes(group, self.num_pages)
-            for layer in range(group.first_layer, group.first_layer + group.num_layers):
-                given = tuple(array.shape for array in self.arrays[layer])
-                if given != want:
-                    raise ValueError(f"KVPool.arrays[{layer}]: given shapes {given}, layout {self.layout.name!r} says {want}")
-                for array in self.arrays[layer]:
-                    if array.dtype != self.spec.np_dtype:
-                        raise ValueError(f"KVPool.arrays[{layer}]: given dtype {array.dtype}, the spec says {self.spec.dtype}")
-
-    @staticmethod
-    def zeros(layout: KVLayout, spec: KVSpec, num_pages: int) -> KVPool:
-        """A pool of fresh arrays."""
-        arrays = tuple(
-            tuple(np.zeros(shape, spec.np_dtype) for shape in layout.array_shapes(group, num_pages))
-            for group in spec.groups
-            for _ in range(group.num_layers)
-        )
-        return KVPool(layout, spec, arrays)
-
-    @property
-    def num_pages(self) -> int:
-        return int(self.arrays[0][0].shape[self.layout.axes.index("page")])
+# Planes that share an array are read in turns of this size, so that a cache line which holds both is fetched once: well under a core's
+# level-2 cache, well over a call's cost.
+_TURN_BYTES: Final = 1 << 18
 
 
-def read_block(pool: KVPool, page_table: np.ndarray, plane: str, layers: LayerRange, tokens: TokenRange, heads: HeadRange) -> KVBlock:
+def read_block(
+    pool: KVPool,
+    page_table: np.ndarray,
+    plane: str,
+    layers: LayerRange,
+    tokens: TokenRange,
+    heads: HeadRange,
+    out: np.ndarray | None = None,
+) -> KVBlock:
     """Copy a rectangle of ``plane`` out of the pages of ``page_table`` [P] integer: token t is in page ``page_table[t // page_size]``.
 
-    ``layers`` must lie in one group. Raises ValueError for anything outside the pool.
+    ``layers`` must lie in one group. ``out``: where to, [layers, tokens, heads, dim] in the plane's dtype, C-contiguous; None for a fresh
+    array. Raises ValueError for anything outside the pool, or an ``out`` that is not that.
     """
-    group, plane_index = locate_plane(pool.spec, plane, layers)
-    first_head = _check_heads(pool.layout, group, plane_index, heads)
-    pages = _touched_pages(pool, page_table, tokens)
-    shape = (len(layers), len(tokens), len(heads), group.planes[plane_index].head_dim)
-    values = np.empty(shape, pool.spec.np_dtype)
-    bits = values.view(_BITS[values.dtype.itemsize])
-    moves = _plan(pages, tokens, pool.layout.page_size)
-    for i, layer in enumerate(range(layers.start, layers.stop)):
-        stored = _canonical_view(pool, layer, plane_index, len(group.planes))[:, :, first_head : first_head + len(heads)]
-        for move in moves:
-            _wire_side(bits[i], move)[...] = stored[move.pages, move.slots]
+    group, index = locate_plane(pool.spec, plane, layers)
+    place = _Place(pool, page_table, group, index, tokens, heads)
+    values = _target(pool, group.planes[index], layers, tokens, heads, out)
+    _read_all([place], [values], layers)
     return KVBlock(plane, layers, tokens, heads, values)
+
+
+def read_blocks(pool: KVPool, page_table: np.ndarray, tokens: TokenRange, out: Sequence[np.ndarray] | None = None) -> tuple[KVBlock, ...]:
+    """All KV of ``tokens`` that the pool stores: one block per group and plane, its layers, the heads of the layout's shard.
+
+    ``out``: one array per block, as :func:`read_block` has it. Faster than plane by plane where planes share an array.
+    """
+    blocks: list[KVBlock] = []
+    given: Iterator[np.ndarray | None] = repeat(None) if out is None else iter(out)
+    for group in pool.spec.groups:
+        layers = LayerRange(group.first_layer, group.first_layer + group.num_layers)
+        heads = [pool.layout.heads_of(plane) for plane in group.planes]
+        places = [_Place(pool, page_table, group, i, tokens, stored) for i, stored in enumerate(heads)]
+        values = [_target(pool, plane, layers, tokens, h, next(given)) for plane, h in zip(group.planes, heads, strict=True)]
+        _read_all(places, values, layers)
+        blocks += [KVBlock(p.name, layers, tokens, h, v) for p, h, v in zip(group.planes, heads, values, strict=True)]
+    return tuple(blocks)
 
 
 def write_block(pool: KVPool, page_table: np.ndarray, block: KVBlock) -> None:
     """Place ``block`` into the pages of ``page_table`` [P] integer; touches nothing outside the block's ranges. Raises ValueError."""
-    group, plane_index = check_block(pool.spec, block)
-    first_head = _check_heads(pool.layout, group, plane_index, block.heads)
-    pages = _touched_pages(pool, page_table, block.tokens)
-    if len(np.unique(pages)) != len(pages):
-        raise ValueError(f"page_table: a page is named twice among those of {block.tokens}: {pages.tolist()}")
-    bits = block.values.view(_BITS[block.values.dtype.itemsize])
-    moves = _plan(pages, block.tokens, pool.layout.page_size)
+    group, index = check_block(pool.spec, block)
+    place = _Place(pool, page_table, group, index, block.tokens, block.heads)
+    if len(np.unique(place.pages)) != len(place.pages):
+        raise ValueError(f"page_table: a page is named twice among those of {block.tokens}: {place.pages.tolist()}")
+    if not block.values.size:
+        return
     for i, layer in enumerate(range(block.layers.start, block.layers.stop)):
-        stored = _canonical_view(pool, layer, plane_index, len(group.planes))[:, :, first_head : first_head + len(block.heads)]
-        for move in moves:
-            stored[move.pages, move.slots] = _wire_side(bits[i], move)
-
-
-def read_blocks(pool: KVPool, page_table: np.ndarray, tokens: TokenRange) -> tuple[KVBlock, ...]:
-    """All KV of ``tokens`` that the pool stores: one block per group and plane, its layers, the heads of the layout's shard."""
-    return tuple(
-        read_block(
-            pool,
-            page_table,
-            plane.name,
-            LayerRange(group.first_layer, group.first_layer + group.num_layers),
-            tokens,
-            pool.layout.heads_of(plane),
-        )
-        for group in pool.spec.groups
-        for plane in group.planes
-    )
+        wire = block.values[i].reshape(-1).view(np.uint8)
+        for copy, units in place.copies(layer):
+            units.put(copy.which, wire[copy.start : copy.stop].view(units.dtype))
 
 
 @dataclass(frozen=True)
-class _Move:
-    """Wire tokens ``[start, stop)`` <-> ``[pages, slots]`` of the canonical view; ``paged``: (pages, slots) of the wire side."""
+class _Copy:
+    """Wire bytes ``[start, stop)`` of a layer <-> units ``which`` [N] intp of ``unit_bytes``, counted from the first stored byte."""
 
     start: int
     stop: int
-    pages: int | slice | np.ndarray
-    slots: slice
-    paged: tuple[int, int] | None
+    unit_bytes: int
+    which: np.ndarray
 
 
-def _plan(pages: np.ndarray, tokens: TokenRange, page_size: int) -> list[_Move]:
-    """The copies that make up one layer: a partial first page, whole pages in as few copies as pays, a partial last page."""
-    if not len(tokens):
-        return []
-    moves: list[_Move] = []
+class _Place:
+    """Where the tokens of one plane lie in the pages of a layer. Raises ValueError for ranges or pages outside the pool."""
+
+    def __init__(self, pool: KVPool, page_table: np.ndarray, group: KVGroup, plane: int, tokens: TokenRange, heads: HeadRange) -> None:
+        stored = pool.layout.heads_of(group.planes[plane])
+        if heads.start < stored.start or heads.stop > stored.stop:
+            raise ValueError(f"heads: given {heads}, the pool stores {stored}")
+        self.pages = _touched_pages(pool, page_table, tokens)
+        self._pool, self._plane, self._tokens = pool, plane, tokens
+        self._heads = slice(heads.start - stored.start, heads.stop - stored.start)
+        self._strides: tuple[int, ...] = ()
+        self._copies: list[_Copy] = []
+
+    def copies(self, layer: int) -> list[tuple[_Copy, np.ndarray]]:
+        """The copies of ``layer``, each with the units [U] void that it counts in. Worked out once for layers of equal strides."""
+        stored = self._pool.planes[layer][self._plane]
+        if stored.view.strides != self._strides:
+            self._strides = stored.view.strides
+            self._copies = _plan(stored.view[:, :, self._heads], self.pages, self._tokens)
+        values = stored.flat[self._heads.start * self._strides[2] // stored.flat.itemsize :]
+        return [(copy, _as_units(values, copy.unit_bytes)) for copy in self._copies]
+
+
+def _read(place: _Place, values: np.ndarray, layers: LayerRange, layer: int) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """What to copy for ``layer`` into ``values`` [layers, ...], in turns of about ``_TURN_BYTES``: (units, which of them, where to)."""
+    wire = values[layer - layers.start].reshape(-1).view(np.uint8)
+    turns = []
+    for copy, units in place.copies(layer):
+        target = wire[copy.start : copy.stop].view(units.dtype)
+        step = max(1, _TURN_BYTES // copy.unit_bytes)
+        turns += [(units, copy.which[i : i + step], target[i : i + step]) for i in range(0, len(copy.which), step)]
+    return turns
+
+
+def _read_all(places: list[_Place], values: list[np.ndarray], layers: LayerRange) -> None:
+    """Layer by layer, the planes in turns."""
+    if not values[0].size:
+        return
+    for layer in range(layers.start, layers.stop):
+        by_plane = [_read(place, plane_values, layers, layer) for place, plane_values in zip(places, values, strict=True)]
+        for turn in zip_longest(*by_plane):
+            for move in turn:
+                if move is not None:
+                    units, which, target = move
+                    # Every index was checked; in mode "raise" numpy would go through a buffer of its own.
+                    units.take(which, out=target, mode="clip")
+
+
+def _target(pool: KVPool, plane: KVPlane, layers: LayerRange, tokens: TokenRange, heads: HeadRange, out: np.ndarray | None) -> np.ndarray:
+    """``out`` if it fits, a fresh array for None. Raises ValueError."""
+    shape = (len(layers), len(tokens), len(heads), plane.head_dim)
+    dtype = pool.spec.np_dtype_of(plane)
+    if out is None:
+        return np.empty(shape, dtype)
+    if out.shape != shape or out.dtype != dtype or not out.flags.c_contiguous or not out.flags.writeable:
+        raise ValueError(f"out: given {out.dtype}{list(out.shape)}, must be {dtype}{list(shape)}, C-contiguous and writable")
+    return out
+
+
+def _plan(view: np.ndarray, pages: np.ndarray, tokens: TokenRange) -> list[_Copy]:
+    """The copies that make up ``tokens`` of ``view`` [page, slot, head, dim]: whole pages where a page's order is the wire's, and tokens at
+    either end of them; else all by token. Strides decide how a token is copied, never what is a token.
+    """
+    _, page_size, num_heads, head_dim = view.shape
+    page_stride, slot_stride, head_stride, dim_stride = view.strides
+    # The longest piece of a token that is contiguous on both sides, and the axes left over, outermost first.
+    piece = view.itemsize
+    inner: list[tuple[int, int]] = []
+    for size, stride in ((head_dim, dim_stride), (num_heads, head_stride)):
+        if size > 1 and stride == piece and not inner:
+            piece *= size
+        elif size > 1:
+            inner.insert(0, (size, stride))
+    token_bytes = num_heads * head_dim * view.itemsize
     first_page = tokens.start // page_size
-    lead = tokens.start % page_size
-    done = 0
-    if lead:
-        done = min(page_size - lead, len(tokens))
-        moves.append(_Move(0, done, int(pages[0]), slice(lead, lead + done), None))
-    whole_from = (tokens.start + done) // page_size - first_page
-    num_whole = (len(tokens) - done) // page_size
-    whole = pages[whole_from : whole_from + num_whole]
-    if num_whole:
-        cuts = (np.flatnonzero(np.diff(whole) != 1) + 1).tolist()
-        runs = list(zip([0, *cuts], [*cuts, num_whole], strict=True))
-        if len(runs) > 1 and num_whole < _MIN_PAGES_PER_RUN * len(runs):
-            moves.append(_Move(done, done + num_whole * page_size, whole, slice(None), (num_whole, page_size)))
-        else:
-            for start, stop in runs:
-                page = int(whole[start])
-                moves.append(
-                    _Move(
-                        done + start * page_size,
-                        done + stop * page_size,
-                        slice(page, page + stop - start),
-                        slice(None),
-                        (stop - start, page_size),
-                    )
-                )
-    done += num_whole * page_size
-    if done < len(tokens):
-        moves.append(_Move(done, len(tokens), int(pages[-1]), slice(0, len(tokens) - done), None))
-    return moves
+
+    def by_token(start: int, stop: int) -> _Copy:
+        positions = np.arange(start, stop)
+        first = pages[positions // page_size - first_page] * page_stride + positions % page_size * slot_stride
+        return copy(start, stop, first, piece, [page_stride, slot_stride], inner)
+
+    def copy(start: int, stop: int, first: np.ndarray, piece: int, strides: list[int], inner: list[tuple[int, int]]) -> _Copy:
+        unit = math.gcd(piece, *strides, *(stride for _, stride in inner))
+        for size, stride in [*inner, (piece // unit, unit)]:
+            first = (first[:, None] + np.arange(size) * stride).reshape(-1)
+        return _Copy((start - tokens.start) * token_bytes, (stop - tokens.start) * token_bytes, unit, first // unit)
+
+    whole_start, whole_stop = -(-tokens.start // page_size) * page_size, tokens.stop // page_size * page_size
+    if page_size == 1 or inner or slot_stride != token_bytes or whole_start >= whole_stop:
+        return [by_token(tokens.start, tokens.stop)]
+    whole = pages[whole_start // page_size - first_page : whole_stop // page_size - first_page]
+    copies = [by_token(tokens.start, whole_start)] if tokens.start < whole_start else []
+    copies.append(copy(whole_start, whole_stop, whole * page_stride, page_size * token_bytes, [page_stride], []))
+    if whole_stop < tokens.stop:
+        copies.append(by_token(whole_stop, tokens.stop))
+    return copies
 
 
-def _wire_side(layer_bits: np.ndarray, move: _Move) -> np.ndarray:
-    """The move's tokens in one layer of a wire block [tokens, heads, dim], shaped as the pages are."""
-    part = layer_bits[move.start : move.stop]
-    return part if move.paged is None else part.reshape(*move.paged, *part.shape[1:])
-
-
-def _canonical_view(pool: KVPool, layer: int, plane_index: int, num_planes: int) -> np.ndarray:
-    """One plane of one layer as [page, slot, head, dim], bit patterns, without a copy."""
-    arrays, axes = pool.arrays[layer], list(pool.layout.axes)
-    array = arrays[0] if pool.layout.fused else arrays[plane_index]
-    if "plane_head" in axes:
-        axis = axes.index("plane_head")
-        array = array[(slice(None),) * axis + (slice(plane_index, None, num_planes),)]
-        axes[axis] = "head"
-    elif "plane" in axes:
-        axis = axes.index("plane")
-        array = array[(slice(None),) * axis + (plane_index,)]
-        del axes[axis]
-    return array.view(_BITS[array.dtype.itemsize]).transpose([axes.index(name) for name in _CANONICAL])
-
-
-def _check_heads(layout: KVLayout, group: KVGroup, plane_index: int, heads: HeadRange) -> int:
-    """Index of ``heads.start`` in the stored shard."""
-    stored = layout.heads_of(group.planes[plane_index])
-    if heads.start < stored.start or heads.stop > stored.stop:
-        raise ValueError(f"heads: given {heads}, the pool stores {stored}")
-    return heads.start - stored.start
+def _as_units(values: np.ndarray, unit_bytes: int) -> np.ndarray:
+    """The first whole units of contiguous ``values`` [N] as void [U], without a copy: numpy moves a void with one memmove."""
+    per_unit = unit_bytes // values.itemsize
+    return values[: len(values) // per_unit * per_unit].view(np.dtype((np.void, unit_bytes)))
 
 
 def _touched_pages(pool: KVPool, page_table: np.ndarray, tokens: TokenRange) -> np.ndarray:
-    """The entries of ``page_table`` that ``tokens`` lie in, as int64."""
+    """The entries of ``page_table`` that ``tokens`` lie in, as intp."""
     if page_table.ndim != 1 or not np.issubdtype(page_table.dtype, np.integer):
         raise ValueError(f"page_table: given {page_table.dtype}{list(page_table.shape)}, must be one integer per page")
     size = pool.layout.page_size
     if tokens.stop > len(page_table) * size:
         raise ValueError(f"tokens: given {tokens}, the page table holds {len(page_table)} pages of {size}")
     if not len(tokens):
-        return np.empty(0, np.int64)
-    pages = page_table[tokens.start // size : (tokens.stop - 1) // size + 1].astype(np.int64)
+        return np.empty(0, np.intp)
+    pages = page_table[tokens.start // size : (tokens.stop - 1) // size + 1].astype(np.intp)
     if pages.min() < 0 or pages.max() >= pool.num_pages:
         raise ValueError(f"page_table: entries must be in [0, {pool.num_pages}), given {pages.tolist()}")
     return pages

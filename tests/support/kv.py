@@ -8,11 +8,13 @@ import numpy as np
 
 from pddbridge.engine import KVBlock
 from pddbridge.kv_convert import KVPool
-from pddbridge.kv_layout import KVLayout, head_major, interleaved_heads, token_major
+from pddbridge.kv_layout import KVLayout
+from pddbridge.kv_layout_catalogue import GQA_LAYOUTS
 from pddbridge.kv_spec import HeadRange, KVSpec, LayerRange, TokenRange
 
-LAYOUTS = {"interleaved_heads": interleaved_heads, "head_major": head_major, "token_major": token_major}
-BITS: dict[int, type[np.uint16] | type[np.uint32]] = {2: np.uint16, 4: np.uint32}
+LAYOUTS = GQA_LAYOUTS
+BITS: dict[int, type[np.uint8] | type[np.uint16] | type[np.uint32]] = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+Where = int | np.ndarray
 
 
 def bits(array: np.ndarray) -> np.ndarray:
@@ -27,46 +29,82 @@ def coded_planes(spec: KVSpec, num_tokens: int) -> dict[str, np.ndarray]:
         shape = (spec.num_layers, num_tokens, plane.num_heads, plane.head_dim)
         layer, token, head, dim = np.indices(shape)
         code = (((p * 8 + layer) * 256 + token) * 16 + head) * 16 + dim
-        planes[plane.name] = code.astype(np.float32).astype(spec.np_dtype)
+        planes[plane.name] = code.astype(np.float32).astype(spec.np_dtype_of(plane))
     return planes
 
 
 def random_planes(spec: KVSpec, num_tokens: int, seed: int) -> dict[str, np.ndarray]:
     """As coded_planes with random bit patterns, NaNs with payloads among them."""
     rng = np.random.default_rng(seed)
-    kind = BITS[spec.np_dtype.itemsize]
-    return {
-        plane.name: rng.integers(
-            0, np.iinfo(kind).max, (spec.num_layers, num_tokens, plane.num_heads, plane.head_dim), dtype=kind, endpoint=True
-        ).view(spec.np_dtype)
-        for plane in spec.groups[0].planes
-    }
+    planes = {}
+    for plane in spec.groups[0].planes:
+        dtype = spec.np_dtype_of(plane)
+        kind = BITS[dtype.itemsize]
+        shape = (spec.num_layers, num_tokens, plane.num_heads, plane.head_dim)
+        planes[plane.name] = rng.integers(0, np.iinfo(kind).max, shape, dtype=kind, endpoint=True).view(dtype)
+    return planes
+
+
+def _definition(pool: KVPool, group_plane: int, page: Where, slot: Where, head: Where) -> tuple[int, tuple[Where | slice, ...]]:
+    """Which array of a layer, and the index in it of the vectors [..., dim] at these pages, slots and heads (those of the shard), by the
+    layout's documentation, not by its axis names. Planes beyond the second (scales) have a second array where planes are fused.
+    """
+    layout, planes = pool.layout, pool.spec.groups[0].planes
+    dim = planes[group_plane].head_dim
+    which, plane = divmod(group_plane, 2)
+    row = 2 * head + plane
+    match layout.name:
+        case "head_major":
+            return group_plane, (page, head, slot)
+        case "token_major":
+            return group_plane, (page, slot, head)
+        case "interleaved_heads":
+            return which, (page, slot, row)
+        case "vllm_nhd":
+            return which, (plane, page, slot, head)
+        case "vllm_hnd":
+            return which, (plane, page, head, slot)
+        case "vllm_paged_nhd":
+            return which, (page, plane, slot, head)
+        case "vllm_paged_hnd":
+            return which, (page, plane, head, slot)
+        case "tpu_ragged":
+            return which, (page, slot, row, slice(dim))
+        case "tpu_ragged_packed":
+            return which, (page, slot, row // layout.pack, row % layout.pack, slice(dim))
+        case "tpu_ragged_dim64":
+            return which, (page, slot, head // layout.pack, head % layout.pack, slice(plane * dim, plane * dim + dim))
+        case "vllm_mla":
+            start = plane * planes[0].head_dim
+            return 0, (page, slot, slice(start, start + dim))
+        case "tpu_mla":
+            start = plane * (-(-planes[0].head_dim // 128) * 128)
+            return 0, (page, slot // layout.pack, slot % layout.pack, slice(start, start + dim))
+    raise AssertionError(layout.name)
 
 
 def cell(pool: KVPool, page_table: np.ndarray, layer: int, plane: int, token: int, head: int) -> np.ndarray:
     """View [dim] of one vector, by the layout's name and definition in the documentation."""
-    page, slot = int(page_table[token // pool.layout.page_size]), token % pool.layout.page_size
-    arrays = pool.arrays[layer]
-    match pool.layout.name:
-        case "interleaved_heads":
-            return arrays[0][page, slot, 2 * head + plane]
-        case "head_major":
-            return arrays[plane][page, head, slot]
-        case "token_major":
-            return arrays[plane][page, slot, head]
-    raise AssertionError(pool.layout.name)
+    page, slot = divmod(token, pool.layout.page_size)
+    which, index = _definition(pool, plane, int(page_table[page]), slot, head)
+    return pool.arrays[layer][which][index]
 
 
 def fill_slowly(
     pool: KVPool, page_table: np.ndarray, planes: dict[str, np.ndarray], layers: LayerRange, tokens: TokenRange, heads: HeadRange
 ) -> None:
-    """Write a rectangle of every plane, vector by vector."""
+    """Write a rectangle of every plane (of as many heads as it has) where the layout's documentation says."""
     first = pool.layout.heads.start if pool.layout.heads else 0
+    positions = np.arange(tokens.start, tokens.stop)[:, None]
+    size = pool.layout.page_size
+    page, slot = np.asarray(page_table)[positions // size], positions % size
     for p, values in enumerate(planes.values()):
+        head = np.arange(heads.start, min(heads.stop, values.shape[2]))
+        which, index = _definition(pool, p, page, slot, head[None, :] - first)
         for layer in range(layers.start, layers.stop):
-            for token in range(tokens.start, tokens.stop):
-                for head in range(heads.start, heads.stop):
-                    bits(cell(pool, page_table, layer, p, token, head - first))[...] = bits(values[layer, token, head])
+            stored = bits(pool.arrays[layer][which])
+            wanted = bits(values[layer])[tokens.start : tokens.stop, head]
+            stored[index] = wanted
 
 
 def canary_pool(layout: KVLayout, spec: KVSpec, num_pages: int) -> KVPool:
