@@ -14,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pdd.faults import Fault, RandomFaults
 from pdd.roles import Role
 
+# How KV moves between two workers of one site. "auto": the fastest that reaches the receiver.
+LocalLink = Literal["auto", "tcp", "shm"]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
 Port = Annotated[int, Field(ge=1, le=65535)]
 
@@ -99,12 +101,15 @@ class ServingConfig(_Strict):
 
 
 class LaunchConfig(_Strict):
-    """``model``: a name that ``pdd pull`` fetched, or a local directory. ``kv_dtype`` is one for all workers, or no KV can move."""
+    """``model``: a name that ``pdd pull`` fetched, or a local directory. ``kv_dtype`` is one for all workers, or no KV can move.
+    ``local_link``: what KV takes between workers of one site; between sites it takes TCP.
+    """
 
     model: str
     kv_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     sites: Annotated[tuple[Name, ...], Field(min_length=1)]
     links: tuple[LinkConfig, ...] = ()
+    local_link: LocalLink = "auto"
     workers: Annotated[tuple[WorkerConfig, ...], Field(min_length=1)]
     serving: ServingConfig
     policy: PolicyConfig = PolicyConfig()

@@ -20,11 +20,15 @@ class Address:
 
 @dataclass(frozen=True)
 class Route:
-    """How a worker is reached from ``from_site``: the emulated link's near end where there is one, else the worker itself."""
+    """How a worker is reached from ``from_site``: the emulated link's near end where there is one, else the worker itself.
+
+    ``kv_link``: what KV takes, as ``PushTarget.link`` says.
+    """
 
     from_site: str
     control: Address
     kv: Address
+    kv_link: str = "tcp"
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class Topology:
                 w["site"],
                 Address(**w["control"]),
                 Address(**w["kv"]),
-                tuple(Route(r["from_site"], Address(**r["control"]), Address(**r["kv"])) for r in w["routes"]),
+                tuple(Route(r["from_site"], Address(**r["control"]), Address(**r["kv"]), r["kv_link"]) for r in w["routes"]),
             )
             for w in raw["workers"]
         )

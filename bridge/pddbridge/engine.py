@@ -129,7 +129,10 @@ class Engine(Protocol):
         """Copy the KV of ``tokens`` out of the pages of ``page_table`` [P] i32: one block per plane, all layers, all heads."""
 
     def write_kv(self, page_table: np.ndarray, block: KVBlock) -> None:
-        """Place a block into the pages of ``page_table`` [P] i32; touches nothing outside the block's ranges."""
+        """Place a block into the pages of ``page_table`` [P] i32; touches nothing outside the block's ranges.
+
+        Once it returns, the block's values are not read any more: they may lie in memory that is used again.
+        """
 
     def copy_page(self, source: int, destination: int) -> None:
         """Copy all slots of page ``source`` to page ``destination`` (copy-on-write inside a page)."""

@@ -111,7 +111,7 @@ def _mode(mode: Mode, config: LaunchConfig, workers: Topology) -> tuple[LaunchCo
     doors = plan_topology(mode_config)
     places = workers.workers
     if mode == "same_site":
-        places = tuple(replace(p, routes=tuple(Route(r.from_site, p.control, p.kv) for r in p.routes)) for p in places)
+        places = tuple(replace(p, routes=tuple(Route(r.from_site, p.control, p.kv, config.local_link) for r in p.routes)) for p in places)
     return mode_config, Topology(places, doors.http, doors.grpc)
 
 

@@ -28,7 +28,7 @@ def _place(config: LaunchConfig, worker: WorkerConfig, ports: _Ports) -> WorkerP
             near = [ports.take("127.0.0.1", None, "link") for _ in range(2)]
             routes.append(Route(site, near[0], near[1]))
         else:
-            routes.append(Route(site, control, kv))
+            routes.append(Route(site, control, kv, config.local_link if site == worker.site else "tcp"))
     return WorkerPlace(worker.name, worker.role, worker.site, control, kv, tuple(routes))
 
 

@@ -17,12 +17,13 @@ def open_prefill(holders: Holders, worker: PooledWorker, targets: list[Holder]) 
     push_to = []
     for target in targets:
         assert target.reserved is not None
-        address = target.worker.place.route(worker.place.site).kv
+        route = target.worker.place.route(worker.place.site)
         push_to.append(
             worker_pb2.PushTarget(
                 target=target.worker.name,
-                host=address.host,
-                port=address.port,
+                host=route.kv.host,
+                port=route.kv.port,
+                link=route.kv_link,
                 epoch=target.reserved.epoch,
                 transfer_id=target.reserved.transfer_id,
                 first_token=target.reserved.hit_tokens,

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from pdd.errors import Code, PddError
+from pdd.worker.kv_links import LINK_CHOICES
 from pdd.worker.messages import OpenRequest, PushTo
 from pdd.worker.transfers import PushSpec
 from pddbridge.kv_spec import TokenRange
@@ -76,5 +77,7 @@ def _parse_targets(message: worker_pb2.Open) -> tuple[tuple[PushSpec, ...], tupl
             raise ValueError(f"push_to[{index}].transfer_id: given 0, but tokens from {to.first_token} to {stop} are to be sent")
         if not (to.host and 0 < to.port < 65536):
             raise ValueError(f"push_to[{index}]: given host {to.host!r} port {to.port}, a host and a port from 1 to 65535 are needed")
-        pushes.append(PushSpec(to.target, to.host, to.port, to.epoch, to.transfer_id, TokenRange(to.first_token, stop)))
+        if (link := to.link or "tcp") not in LINK_CHOICES:
+            raise ValueError(f"push_to[{index}].link: given {to.link!r}, allowed {list(LINK_CHOICES)}")
+        pushes.append(PushSpec(to.target, to.host, to.port, to.epoch, to.transfer_id, TokenRange(to.first_token, stop), link))
     return tuple(pushes), tuple(complete)

@@ -98,6 +98,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             layout=f"{facts.layout.name} v{facts.layout.version}, pages of {facts.layout.page_size}, {facts.layout.dtype}",
             num_running=len(self._sessions),
             max_rows=facts.config.max_rows,
+            kv_links=runtime.traffic.links.offered,
         )
 
     async def Ledger(self, request: worker_pb2.LedgerRequest, context: grpc.aio.ServicerContext) -> worker_pb2.LedgerReply:  # noqa: N802
@@ -108,7 +109,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             snapshot = await runtime.step_loop.snapshot()
         except StepLoopEndedError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, f"worker {self._name}: {error}")
-        incoming, outgoing = runtime.traffic.server_counters, runtime.traffic.sender_counters
+        links = runtime.traffic.links
+        incoming, outgoing = links.server_counters, links.sender_counters
         return worker_pb2.LedgerReply(
             total_pages=snapshot.pages.total,
             free_pages=snapshot.pages.free,
@@ -128,6 +130,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             steps=snapshot.counters.steps,
             preemptions=snapshot.preemptions,
             engine_fallbacks=snapshot.engine_fallbacks,
+            kv_pushes=links.num_opened,
+            kv_link_fallbacks=links.fallbacks,
         )
 
     # Events go out through context.write rather than from a generator: a generator that is suspended when the call is cancelled is

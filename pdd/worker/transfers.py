@@ -14,26 +14,20 @@ from dataclasses import dataclass
 
 from pdd.errors import Code
 from pdd.worker import messages as m
+from pdd.worker.kv_links import KVLinks
 from pdd.worker.step_loop import StepLoop
 from pddbridge.engine import KVBlock
 from pddbridge.kv_spec import TokenRange
-from pddbridge.links.tcp import (
-    Handshake,
-    KVSender,
-    KVServer,
-    OutgoingTransfer,
-    SenderCounters,
-    ServerCounters,
-    TransferFailed,
-    TransferReport,
-)
+from pddbridge.links.tcp import Handshake, OutgoingTransfer, TransferFailed, TransferReport
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class PushSpec:
-    """A receiver and what it lacks, as the coordinator told: positions ``tokens`` to ``transfer_id`` of the process with ``epoch``."""
+    """A receiver and what it lacks, as the coordinator told: positions ``tokens`` to ``transfer_id`` of the process with ``epoch``.
+    ``link``: of :data:`pdd.worker.kv_links.LINK_CHOICES`.
+    """
 
     target: str
     host: str
@@ -41,6 +35,7 @@ class PushSpec:
     epoch: int
     transfer_id: int
     tokens: TokenRange
+    link: str = "tcp"
 
 
 @dataclass(frozen=True)
@@ -65,41 +60,36 @@ PushOutcome = Pushed | PushFailed
 
 
 class KVTraffic:
-    """The worker's receiving server and sender. ``loop`` is the step loop whose engine's KV ``handshake`` describes."""
+    """The worker's receiving and sending ends. ``step_loop`` is the one whose engine's KV ``handshake`` describes."""
 
     def __init__(self, handshake: Handshake, step_loop: StepLoop) -> None:
         self._step_loop = step_loop
-        self._server = KVServer(handshake, self._place, self._complete, self._failed)
-        self._sender = KVSender(handshake)
+        self._links = KVLinks(handshake, self._place, self._complete, self._failed)
         self._owners: dict[int, str] = {}  # transfer id -> request id
         self._last_id = 0
 
     async def start(self, host: str, port: int) -> int:
         """Listen for frames; returns the port. Raises OSError."""
-        return await self._server.start(host, port)
+        return await self._links.start(host, port)
 
     async def close(self) -> None:
-        await self._sender.close()
-        await self._server.close()
+        await self._links.close()
 
     @property
-    def server_counters(self) -> ServerCounters:
-        return self._server.counters
-
-    @property
-    def sender_counters(self) -> SenderCounters:
-        return self._sender.counters
+    def links(self) -> KVLinks:
+        """For what they count."""
+        return self._links
 
     def expect(self, request_id: str, tokens: TokenRange) -> int:
         """Take frames of ``tokens`` for the request from now on; returns the transfer id to tell the sender."""
         self._last_id += 1
-        self._server.expect(self._last_id, tokens)
+        self._links.incoming.expect(self._last_id, tokens)
         self._owners[self._last_id] = request_id
         return self._last_id
 
     async def fence(self, transfer_id: int) -> None:
         """Returns when no writer can touch the transfer's pages any more."""
-        await self._server.fence(transfer_id)
+        await self._links.incoming.fence(transfer_id)
         self._owners.pop(transfer_id, None)
 
     def push(self, request_id: str, spec: PushSpec, ended: Callable[[PushOutcome], None]) -> Push:
@@ -108,7 +98,7 @@ class KVTraffic:
         def acked(num_bytes: int) -> None:
             self._step_loop.post(m.PushAcknowledged(request_id, spec.target, num_bytes))
 
-        transfer = self._sender.open(spec.host, spec.port, spec.epoch, spec.transfer_id, spec.tokens, on_acked=acked)
+        transfer = self._links.open(spec.link, spec.host, spec.port, spec.epoch, spec.transfer_id, spec.tokens, acked)
         return Push(request_id, spec.target, transfer, self._step_loop, ended)
 
     async def _place(self, transfer_id: int, block: KVBlock) -> None:

@@ -11,6 +11,7 @@ from pddbridge.kv_transfer import Sender
 from pddbridge.kv_wire import sampled_crc32c
 from pddbridge.links.outgoing import OutgoingTransfer
 from pddbridge.links.schedule import Priority
+from pddbridge.links.shm_io import reachable
 from pddbridge.links.shm_peer import ShmPeer, ShmSettings
 from pddbridge.links.stats import LinkStats
 from pddbridge.links.tcp_sender import SenderCounters
@@ -62,6 +63,11 @@ class ShmSender:
         peer.add(transfer)
         self._peers[receiver_epoch] = peer
         return transfer
+
+    def reaches(self, epoch: int) -> bool:
+        """Whether the receiver with ``epoch`` is on this host, as far as can be told without waiting."""
+        peer = self._peers.get(epoch)
+        return (peer is not None and peer.connected) or reachable(epoch)
 
     def stats(self) -> dict[int, LinkStats]:
         """What is known of the link to each receiver, by its epoch."""

@@ -377,7 +377,8 @@ async def test_a_failing_step_fails_the_request_and_the_worker_goes_on() -> None
         await good.half_close()
 
 
-async def test_late_frames_of_a_cancelled_request_do_not_touch_the_next_owner() -> None:
+@pytest.mark.parametrize("link", ["tcp", "shm"])
+async def test_late_frames_of_a_cancelled_request_do_not_touch_the_next_owner(link: str) -> None:
     """The receiver goes away while its sender is still at it; the pages get another owner at once."""
     gate = Gate()
     async with (
@@ -386,6 +387,7 @@ async def test_late_frames_of_a_cancelled_request_do_not_touch_the_next_owner() 
     ):
         stream = w.attach().open("r", PROMPT, transfer=True)
         target = w.target((await stream.until("reserved")).reserved)
+        target.link = link
         sender = prefill.attach().open("r", PROMPT, decode=False, push_to=[target])
         await gate.until_reached()
         stream.cancel()

@@ -22,7 +22,7 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("name", "engine", "device", "epoch", "fingerprint", "model_name", "ready", "page_size", "num_pages", "max_context_tokens", "kv_bytes_per_token", "vocab_size", "kv_dtype", "layout", "num_running", "max_rows")
+    __slots__ = ("name", "engine", "device", "epoch", "fingerprint", "model_name", "ready", "page_size", "num_pages", "max_context_tokens", "kv_bytes_per_token", "vocab_size", "kv_dtype", "layout", "num_running", "max_rows", "kv_links")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,7 @@ class WorkerInfo(_message.Message):
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
+    KV_LINKS_FIELD_NUMBER: _ClassVar[int]
     name: str
     engine: str
     device: str
@@ -55,15 +56,30 @@ class WorkerInfo(_message.Message):
     layout: str
     num_running: int
     max_rows: int
-    def __init__(self, name: _Optional[str] = ..., engine: _Optional[str] = ..., device: _Optional[str] = ..., epoch: _Optional[int] = ..., fingerprint: _Optional[str] = ..., model_name: _Optional[str] = ..., ready: _Optional[bool] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., vocab_size: _Optional[int] = ..., kv_dtype: _Optional[str] = ..., layout: _Optional[str] = ..., num_running: _Optional[int] = ..., max_rows: _Optional[int] = ...) -> None: ...
+    kv_links: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., engine: _Optional[str] = ..., device: _Optional[str] = ..., epoch: _Optional[int] = ..., fingerprint: _Optional[str] = ..., model_name: _Optional[str] = ..., ready: _Optional[bool] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., vocab_size: _Optional[int] = ..., kv_dtype: _Optional[str] = ..., layout: _Optional[str] = ..., num_running: _Optional[int] = ..., max_rows: _Optional[int] = ..., kv_links: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class LedgerRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class LedgerReply(_message.Message):
-    __slots__ = ("total_pages", "free_pages", "cached_pages", "pinned_pages", "num_requests", "num_incoming_transfers", "num_outgoing_transfers", "computed_prompt_tokens", "computed_log_tokens", "sampled_tokens", "kv_bytes_received", "kv_bytes_sent", "frames_refused", "late_frames_dropped", "compilations_after_ready", "steps", "preemptions", "engine_fallbacks")
+    __slots__ = ("total_pages", "free_pages", "cached_pages", "pinned_pages", "num_requests", "num_incoming_transfers", "num_outgoing_transfers", "computed_prompt_tokens", "computed_log_tokens", "sampled_tokens", "kv_bytes_received", "kv_bytes_sent", "frames_refused", "late_frames_dropped", "compilations_after_ready", "steps", "preemptions", "engine_fallbacks", "kv_pushes", "kv_link_fallbacks")
     class EngineFallbacksEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class KvPushesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class KvLinkFallbacksEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +104,8 @@ class LedgerReply(_message.Message):
     STEPS_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FALLBACKS_FIELD_NUMBER: _ClassVar[int]
+    KV_PUSHES_FIELD_NUMBER: _ClassVar[int]
+    KV_LINK_FALLBACKS_FIELD_NUMBER: _ClassVar[int]
     total_pages: int
     free_pages: int
     cached_pages: int
@@ -106,7 +124,9 @@ class LedgerReply(_message.Message):
     steps: int
     preemptions: int
     engine_fallbacks: _containers.ScalarMap[str, int]
-    def __init__(self, total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., pinned_pages: _Optional[int] = ..., num_requests: _Optional[int] = ..., num_incoming_transfers: _Optional[int] = ..., num_outgoing_transfers: _Optional[int] = ..., computed_prompt_tokens: _Optional[int] = ..., computed_log_tokens: _Optional[int] = ..., sampled_tokens: _Optional[int] = ..., kv_bytes_received: _Optional[int] = ..., kv_bytes_sent: _Optional[int] = ..., frames_refused: _Optional[int] = ..., late_frames_dropped: _Optional[int] = ..., compilations_after_ready: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., engine_fallbacks: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    kv_pushes: _containers.ScalarMap[str, int]
+    kv_link_fallbacks: _containers.ScalarMap[str, int]
+    def __init__(self, total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., pinned_pages: _Optional[int] = ..., num_requests: _Optional[int] = ..., num_incoming_transfers: _Optional[int] = ..., num_outgoing_transfers: _Optional[int] = ..., computed_prompt_tokens: _Optional[int] = ..., computed_log_tokens: _Optional[int] = ..., sampled_tokens: _Optional[int] = ..., kv_bytes_received: _Optional[int] = ..., kv_bytes_sent: _Optional[int] = ..., frames_refused: _Optional[int] = ..., late_frames_dropped: _Optional[int] = ..., compilations_after_ready: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., engine_fallbacks: _Optional[_Mapping[str, int]] = ..., kv_pushes: _Optional[_Mapping[str, int]] = ..., kv_link_fallbacks: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class WorkerCommand(_message.Message):
     __slots__ = ("open", "ingest", "seal")
@@ -143,20 +163,22 @@ class Open(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., kv_source: _Optional[_Union[KvSource, str]] = ..., push_to: _Optional[_Iterable[_Union[PushTarget, _Mapping]]] = ..., decode: _Optional[bool] = ..., log_ids: _Optional[_Iterable[int]] = ..., timeout_s: _Optional[float] = ..., max_propose_tokens: _Optional[int] = ...) -> None: ...
 
 class PushTarget(_message.Message):
-    __slots__ = ("target", "host", "port", "epoch", "transfer_id", "first_token")
+    __slots__ = ("target", "host", "port", "epoch", "transfer_id", "first_token", "link")
     TARGET_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     PORT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    LINK_FIELD_NUMBER: _ClassVar[int]
     target: str
     host: str
     port: int
     epoch: int
     transfer_id: int
     first_token: int
-    def __init__(self, target: _Optional[str] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., epoch: _Optional[int] = ..., transfer_id: _Optional[int] = ..., first_token: _Optional[int] = ...) -> None: ...
+    link: str
+    def __init__(self, target: _Optional[str] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., epoch: _Optional[int] = ..., transfer_id: _Optional[int] = ..., first_token: _Optional[int] = ..., link: _Optional[str] = ...) -> None: ...
 
 class Ingest(_message.Message):
     __slots__ = ("position", "token_ids", "decode")
