@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from crc32c import crc32c
 
+from pddbridge.codecs import CodecId
 from pddbridge.kv_spec import KVSpec
 from pddbridge.kv_wire import FORMAT_VERSION, MAGIC, Kind, WireError, WireFault, check_prefix
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 # Order of a payload's axes and its version: what an exporter converts to and an importer converts from.
 WIRE_LAYOUT: Final = "layers,tokens,heads,dim;1"
 MAX_BODY_BYTES: Final = 1 << 16
@@ -81,9 +83,14 @@ def hello(mine: Handshake, receiver_epoch: int) -> bytes:
     return encode_message("hello", _terms(mine, receiver_epoch))
 
 
-def welcome(mine: Handshake) -> bytes:
-    """The receiver's answer to an acceptable hello."""
-    return encode_message("welcome", _terms(mine, mine.epoch))
+def welcome(mine: Handshake, codecs: Collection[CodecId] = (CodecId.RAW,)) -> bytes:
+    """The receiver's answer to an acceptable hello. ``codecs``: those it takes."""
+    return encode_message("welcome", {**_terms(mine, mine.epoch), "codecs": ",".join(CodecId(c).name for c in sorted(codecs))})
+
+
+def codecs_of(body: dict[str, str]) -> frozenset[CodecId]:
+    """The codecs that the receiver who sent a welcome takes, as far as they are known here; raw ones at least."""
+    return frozenset({CodecId.RAW, *(CodecId[name] for name in body.get("codecs", "").split(",") if name in CodecId.__members__)})
 
 
 def refuse(error: HandshakeError) -> bytes:

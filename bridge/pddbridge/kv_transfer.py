@@ -1,39 +1,23 @@
-"""The life of one transfer at its receiver and at its sender: who may write which page, what is there, what is owed. No I/O, no clock.
+"""The life of one transfer at its receiver: who may write which page, what is there. No I/O, no clock. Its sender: ``kv_sender``.
 
-receiver   reserved -> receiving -> complete -> adopted -> released
-               \\___________\\___________\\-> fenced -> drained -> released
-sender     open -> done | failed | cancelled
+reserved -> receiving -> complete -> adopted -> released
+   \\___________\\___________\\-> fenced -> drained -> released
 
 A receiver's pages may go back to the pool only from ``released``; ``released`` is reached only when no writer is left.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Literal
 
-import numpy as np
-from crc32c import crc32c
-
-from pddbridge.engine import KVBlock
-from pddbridge.kv_block import check_block, split_block
 from pddbridge.kv_coverage import Coverage, Rectangle
-from pddbridge.kv_spec import HeadRange, KVSpec, TokenRange
-from pddbridge.kv_wire import MAX_PAYLOAD_BYTES, FrameHeader, NackReason, frame_of
+from pddbridge.kv_spec import KVSpec, TokenRange
+from pddbridge.kv_wire import FrameHeader
 
 # gRPC status names, those that cross processes as they are.
 FailureCode = Literal["CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "INVALID_ARGUMENT", "NOT_FOUND", "UNAVAILABLE"]
-
-_NACK_CODES: Final[dict[NackReason, tuple[FailureCode, str]]] = {
-    NackReason.UNKNOWN: ("NOT_FOUND", "the receiver does not know the transfer"),
-    NackReason.FENCED: ("CANCELLED", "the receiver has fenced the transfer"),
-    NackReason.EPOCH: ("UNAVAILABLE", "the receiver has restarted"),
-    NackReason.REFUSED: ("INTERNAL", "the receiver refused a frame's ranges"),
-    NackReason.FAILED: ("INTERNAL", "the receiver could not place a frame"),
-}
 
 
 class TransferFailed(Exception):  # noqa: N818 (the name that every caller agreed on)
@@ -51,7 +35,7 @@ class FrameError(Exception):
 
 @dataclass(frozen=True)
 class TransferReport:
-    """``bytes``: payload, placed and checked (receiver) or acknowledged as such (sender), each frame once.
+    """``bytes``: of KV as it is stored, however it was coded; placed and checked (receiver) or acknowledged as such (sender), each once.
     ``num_repeated``: duplicates that were acknowledged again (receiver) or frames sent again (sender).
     """
 
@@ -165,7 +149,7 @@ class Receiver:
         """A writer finished. The last one makes a receiving transfer complete, a fenced one drained."""
         crc = self._writing.pop(header.rectangle)
         self._placed[header.rectangle] = crc
-        self._bytes += header.payload_bytes
+        self._bytes += self._stored_bytes(header)
         if self.state is ReceiverState.RECEIVING:
             assert self._coverage is not None
             if self._coverage.num_free == 0 and not self._writing:
@@ -197,6 +181,11 @@ class Receiver:
         self._require(ReceiverState.ADOPTED, ReceiverState.DRAINED)
         self.state = ReceiverState.RELEASED
 
+    def _stored_bytes(self, header: FrameHeader) -> int:
+        plane = self._spec.groups[header.group].planes[header.plane]
+        num_vectors = len(header.layers) * len(header.tokens) * len(header.heads)
+        return num_vectors * plane.head_dim * self._spec.np_dtype_of(plane).itemsize
+
     def _drain(self) -> None:
         if self.state is ReceiverState.FENCED and not self._writing:
             self.state = ReceiverState.DRAINED
@@ -205,249 +194,3 @@ class Receiver:
         if self.state not in allowed:
             names = [state.value for state in allowed]
             raise ValueError(f"transfer {self.transfer_id}: state must be one of {names}, is {self.state.value}")
-
-
-class SenderState(Enum):
-    """See the module docstring."""
-
-    OPEN = "open"
-    DONE = "done"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-
-
-@dataclass(frozen=True)
-class OutgoingFrame:
-    """A frame to send: its header and the block whose values are its payload. ``attempt``: from 1."""
-
-    header: FrameHeader
-    block: KVBlock
-    attempt: int = 1
-
-
-class Sender:
-    """One outgoing transfer of ``tokens``, for all heads or, from a head shard, for ``heads`` (absolute).
-
-    Done when every cell was pushed and every frame was acknowledged, or found to be there. A frame may be tried ``max_attempts`` times.
-    ``checksum``: of payloads, the link's. ``resume``: an earlier sender may have sent a part; nothing is sent before the receiver has said
-    what it has.
-    """
-
-    def __init__(
-        self,
-        spec: KVSpec,
-        transfer_id: int,
-        epoch: int,
-        tokens: TokenRange,
-        heads: HeadRange | None = None,
-        max_attempts: int = 5,
-        checksum: Callable[[memoryview], int] = crc32c,
-        resume: bool = False,
-    ) -> None:
-        if not len(tokens):
-            raise ValueError(f"Sender.tokens: given the empty {tokens}, a transfer has at least one token")
-        if not (0 < transfer_id < 1 << 64 and 0 <= epoch < 1 << 64):
-            raise ValueError(f"Sender: transfer_id must be in [1, 2^64), epoch in [0, 2^64), given {transfer_id} and {epoch}")
-        self.transfer_id = transfer_id
-        self.tokens = tokens
-        self.state = SenderState.OPEN
-        self.failure: TransferFailed | None = None
-        self._spec = spec
-        self._epoch = epoch
-        self._max_attempts = max_attempts
-        self._checksum = checksum
-        self._heads = heads
-        self._coverage = Coverage(spec, tokens, heads)
-        # Of a resumed transfer: what the receiver had before. None: not told yet.
-        self._there = None if resume else Coverage(spec, tokens, heads)
-        self._resumed = resume
-        self._question: int | None = None
-        self._doubtful: dict[int, OutgoingFrame] = {}
-        self._queue: deque[tuple[int, KVBlock]] = deque()
-        self._in_flight: dict[int, OutgoingFrame] = {}
-        self._resend: deque[OutgoingFrame] = deque()
-        self._next_sequence = 0
-        self._owed_bytes = 0
-        self._bytes = 0
-        self._num_acked = 0
-        self._num_repeated = 0
-
-    @property
-    def report(self) -> TransferReport:
-        """So far; final once done."""
-        return TransferReport(self.tokens, self._bytes, self._num_acked, self._num_repeated)
-
-    @property
-    def num_queued(self) -> int:
-        """Frames that wait to be sent."""
-        return len(self._queue) + len(self._resend)
-
-    @property
-    def num_owed(self) -> int:
-        """Frames that are not acknowledged: queued, in flight or in doubt."""
-        return self.num_queued + len(self._in_flight) + len(self._doubtful)
-
-    @property
-    def owed_bytes(self) -> int:
-        """Payload bytes of the frames that are owed."""
-        return self._owed_bytes
-
-    def push(self, block: KVBlock) -> int:
-        """Queue a block, cut into frames. Its values must not change until the transfer ends; they are sent from where they are.
-
-        Returns the payload bytes that the receiver of a resumed transfer has already. Raises ValueError for a malformed block, one outside
-        the transfer or one that overlaps an earlier one.
-        Ignored once cancelled or failed.
-        """
-        if self.state in (SenderState.CANCELLED, SenderState.FAILED):
-            return 0
-        group, plane = check_block(self._spec, block)
-        where = (self._spec.groups.index(group), plane)
-        if not self._coverage.contains(*where, block.tokens, block.heads):
-            raise ValueError(f"push: {block.tokens} {block.heads} of {block.plane!r} is outside the transfer of {self.tokens}")
-        if self._coverage.any_taken(*where, block.layers, block.tokens, block.heads):
-            raise ValueError(f"push: {block.layers} {block.tokens} {block.heads} of {block.plane!r} was pushed before")
-        parts = list(split_block(block, MAX_PAYLOAD_BYTES))
-        self._coverage.take(*where, block.layers, block.tokens, block.heads)
-        self._owed_bytes += block.values.nbytes
-        return sum(self._sift(part) for part in parts)
-
-    def next_frame(self) -> OutgoingFrame | None:
-        """Take the next frame to send; it is in flight until ``acked``, ``lost`` or ``doubt``. None if nothing may be sent now."""
-        if self._there is None:
-            return None
-        if self._resend:
-            frame = self._resend.popleft()
-            self._num_repeated += 1
-        elif self._queue:
-            sequence, block = self._queue.popleft()
-            frame = OutgoingFrame(frame_of(self._spec, self.transfer_id, self._epoch, sequence, block, self._checksum), block)
-        else:
-            return None
-        self._in_flight[frame.header.sequence] = frame
-        return frame
-
-    def acked(self, sequence: int) -> int:
-        """The receiver placed and checked frame ``sequence``. Its payload bytes, 0 for no news (a late or repeated acknowledgement)."""
-        frame = self._in_flight.pop(sequence, None)
-        if frame is None or self.state is not SenderState.OPEN:
-            return 0
-        return self._delivered(frame.block)
-
-    def lost(self, sequence: int, why: str) -> None:
-        """The connection that carried ``sequence`` broke before its acknowledgement: send it again, or fail after too many attempts."""
-        if (frame := self._take_back(sequence, why)) is not None:
-            self._resend.append(frame)
-
-    def doubt(self, sequence: int, why: str) -> None:
-        """As ``lost``, but whether the frame is sent again is decided by what the receiver says it has: see ``next_question``."""
-        if (frame := self._take_back(sequence, why)) is not None:
-            self._doubtful[sequence] = frame
-
-    def next_question(self) -> int | None:
-        """The sequence under which to ask the receiver what it has; None if nothing is in doubt or an answer is awaited already."""
-        if self.state is not SenderState.OPEN or self._question is not None or not (self._doubtful or self._there is None):
-            return None
-        self._question = self._new_sequence()
-        return self._question
-
-    def question_lost(self, sequence: int) -> None:
-        """The connection that carried the question broke: ask again."""
-        if self._question == sequence:
-            self._question = None
-
-    def answered(self, sequence: int, placed: Iterable[Rectangle]) -> int:
-        """The receiver has ``placed``. Returns the payload bytes of owed frames that this settles; the rest of them is queued again."""
-        if self._question != sequence or self.state is not SenderState.OPEN:
-            return 0
-        self._question = None
-        there = Coverage(self._spec, self.tokens, self._heads)
-        for rectangle in placed:
-            there.mark(*rectangle)
-        num_bytes = 0
-        if self._there is None:
-            self._there = there
-            waiting, self._queue = self._queue, deque()
-            num_bytes += sum(self._sift(block) for _, block in waiting)
-        doubtful, self._doubtful = self._doubtful, {}
-        for frame in doubtful.values():
-            # A frame is placed whole or not at all, so one free cell says that all are.
-            if any(True for _ in there.free_within(*frame.header.rectangle)):
-                self._resend.append(frame)
-            else:
-                num_bytes += self._delivered(frame.block)
-        return num_bytes
-
-    def nacked(self, reason: NackReason) -> None:
-        """The receiver takes no frame of this transfer."""
-        code, message = _NACK_CODES[reason]
-        self.fail(TransferFailed(code, message))
-
-    def fail(self, failure: TransferFailed) -> None:
-        """open -> failed. The first failure stands."""
-        if self.state is SenderState.OPEN:
-            self.state = SenderState.FAILED
-            self.failure = failure
-            self._drop()
-
-    def cancel(self) -> None:
-        """open -> cancelled: nothing more is sent."""
-        if self.state is SenderState.OPEN:
-            self.state = SenderState.CANCELLED
-            self.failure = TransferFailed("CANCELLED", "the sender cancelled the transfer")
-            self._drop()
-
-    def _drop(self) -> None:
-        self._queue.clear()
-        self._resend.clear()
-        self._in_flight.clear()
-        self._doubtful.clear()
-        self._owed_bytes = 0
-
-    def _sift(self, block: KVBlock) -> int:
-        """Queue of ``block`` what the receiver lacks, as far as that is known. Returns the payload bytes that it has."""
-        if not self._resumed or self._there is None:
-            self._queue.append((self._new_sequence(), block))
-            return 0
-        group, plane = check_block(self._spec, block)
-        group_index = self._spec.groups.index(group)
-        lacking = list(self._there.free_within(group_index, plane, block.layers, block.tokens, block.heads))
-        there_bytes = block.values.nbytes
-        for _, _, layers, tokens, heads in lacking:
-            part = block.values[
-                layers.start - block.layers.start : layers.stop - block.layers.start,
-                tokens.start - block.tokens.start : tokens.stop - block.tokens.start,
-                heads.start - block.heads.start : heads.stop - block.heads.start,
-            ]
-            self._queue.append((self._new_sequence(), KVBlock(block.plane, layers, tokens, heads, np.ascontiguousarray(part))))
-            there_bytes -= part.nbytes
-        self._owed_bytes -= there_bytes
-        self._bytes += there_bytes
-        self._end_if_done()
-        return there_bytes
-
-    def _delivered(self, block: KVBlock) -> int:
-        num_bytes = block.values.nbytes
-        self._owed_bytes -= num_bytes
-        self._bytes += num_bytes
-        self._num_acked += 1
-        self._end_if_done()
-        return num_bytes
-
-    def _end_if_done(self) -> None:
-        if self._coverage.num_free == 0 and self._owed_bytes == 0:
-            self.state = SenderState.DONE
-
-    def _take_back(self, sequence: int, why: str) -> OutgoingFrame | None:
-        """A frame in flight whose connection broke, as it may be tried again."""
-        frame = self._in_flight.pop(sequence, None)
-        if frame is None or self.state is not SenderState.OPEN:
-            return None
-        if frame.attempt >= self._max_attempts:
-            self.fail(TransferFailed("UNAVAILABLE", f"frame {sequence} was sent {self._max_attempts} times, last: {why}"))
-            return None
-        return replace(frame, attempt=frame.attempt + 1)
-
-    def _new_sequence(self) -> int:
-        self._next_sequence += 1
-        return self._next_sequence - 1

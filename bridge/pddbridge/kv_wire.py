@@ -6,15 +6,17 @@ every header ends with a CRC32C of the header bytes before it. Handshake message
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
 from typing import Final
 
 import numpy as np
 from crc32c import crc32c
 
+from pddbridge.codecs import CODECS, CodecError, CodecId, encode_frame
 from pddbridge.engine import KVBlock
 from pddbridge.kv_block import check_block, locate_plane
 from pddbridge.kv_spec import HeadRange, KVGroup, KVPlane, KVSpec, LayerRange, TokenRange
@@ -51,12 +53,6 @@ class Kind(IntEnum):
     STOP = 21
     PING = 22
     PONG = 23
-
-
-class Codec(IntEnum):
-    """How a payload is coded; 8 bits on the wire. Raw: the bytes of the values in wire order."""
-
-    RAW = 0
 
 
 class NackReason(IntEnum):
@@ -107,7 +103,7 @@ class FrameHeader:
     layers: LayerRange
     tokens: TokenRange
     heads: HeadRange
-    codec: Codec
+    codec: CodecId
     dtype: str
     payload_crc: int
     payload_bytes: int
@@ -158,7 +154,7 @@ def frame_of(
         block.layers,
         block.tokens,
         block.heads,
-        Codec.RAW,
+        CodecId.RAW,
         spec.dtype_of(group.planes[plane]),
         checksum(payload_view(block.values)),
         block.values.nbytes,
@@ -190,14 +186,18 @@ def encode_frame_header(header: FrameHeader) -> bytes:
     return packed + _CRC.pack(crc32c(packed))
 
 
-def decode_frame_header(data: bytes | bytearray | memoryview, spec: KVSpec) -> FrameHeader:
-    """Read a frame header and check every field against ``spec``. Raises WireError. Nothing is allocated from its fields."""
+def decode_frame_header(
+    data: bytes | bytearray | memoryview, spec: KVSpec, codecs: Collection[CodecId] = frozenset({CodecId.RAW})
+) -> FrameHeader:
+    """Read a frame header and check every field against ``spec`` and the ``codecs`` that are taken. Raises WireError. Nothing is allocated
+    from its fields.
+    """
     _, fields = checked_header(data, _FRAME, FRAME_HEADER_BYTES, (Kind.FRAME,))
     transfer_id, epoch, sequence, group_index, plane_index, l0, l1, t0, t1, h0, h1, codec, dtype, reserved, crc, size = fields
     if reserved:
         raise WireError(WireFault.RESERVED, f"reserved bits are {reserved:#x}, must be 0")
-    if codec not in tuple(Codec):
-        raise WireError(WireFault.CODEC, f"given {codec}, allowed {[c.value for c in Codec]}")
+    if codec not in codecs:
+        raise WireError(WireFault.CODEC, f"given {codec}, allowed {sorted(codecs)}")
     group, plane = _plane_at(spec, group_index, plane_index)
     negotiated = spec.dtype_of(plane)
     if dtype != DTYPE_CODES[negotiated]:
@@ -210,10 +210,13 @@ def decode_frame_header(data: bytes | bytearray | memoryview, spec: KVSpec) -> F
         if not low <= start < stop <= high:
             raise WireError(WireFault.RANGE, f"{what}: given [{start}, {stop}), must be non-empty and within [{low}, {high})")
     want = (l1 - l0) * (t1 - t0) * (h1 - h0) * plane.head_dim * spec.np_dtype_of(plane).itemsize
-    if size != want or size > MAX_PAYLOAD_BYTES:
-        raise WireError(WireFault.SIZE, f"payload of {size} bytes, the ranges say {want}, at most {MAX_PAYLOAD_BYTES} are allowed")
+    if want > MAX_PAYLOAD_BYTES:
+        raise WireError(WireFault.SIZE, f"values of {want} bytes, at most {MAX_PAYLOAD_BYTES} are allowed")
+    bounds = CODECS[CodecId(codec)].size_bounds((l1 - l0, t1 - t0, h1 - h0, plane.head_dim), spec.np_dtype_of(plane))
+    if size not in bounds:
+        raise WireError(WireFault.SIZE, f"payload of {size} bytes, ranges and codec say {bounds.smallest} to {bounds.largest}")
     ranges = (LayerRange(l0, l1), TokenRange(t0, t1), HeadRange(h0, h1))
-    return FrameHeader(transfer_id, epoch, sequence, group_index, plane_index, *ranges, Codec(codec), negotiated, crc, size)
+    return FrameHeader(transfer_id, epoch, sequence, group_index, plane_index, *ranges, CodecId(codec), negotiated, crc, size)
 
 
 def empty_values(header: FrameHeader, spec: KVSpec, allocate: Callable[[int], np.ndarray] | None = None) -> np.ndarray:
@@ -222,10 +225,10 @@ def empty_values(header: FrameHeader, spec: KVSpec, allocate: Callable[[int], np
     ``allocate`` gives uint8 [bytes]; None: fresh memory.
     """
     _, plane = _plane_at(spec, header.group, header.plane)
-    shape = (len(header.layers), len(header.tokens), len(header.heads), plane.head_dim)
+    shape, dtype = (len(header.layers), len(header.tokens), len(header.heads), plane.head_dim), spec.np_dtype_of(plane)
     if allocate is None:
-        return np.empty(shape, spec.np_dtype_of(plane))
-    return allocate(header.payload_bytes).view(spec.np_dtype_of(plane)).reshape(shape)
+        return np.empty(shape, dtype)
+    return allocate(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
 
 
 def block_of(header: FrameHeader, spec: KVSpec, values: np.ndarray, checksum: Callable[[memoryview], int] = crc32c) -> KVBlock:
@@ -234,6 +237,25 @@ def block_of(header: FrameHeader, spec: KVSpec, values: np.ndarray, checksum: Ca
     _, plane = _plane_at(spec, header.group, header.plane)
     locate_plane(spec, plane.name, header.layers)
     return KVBlock(plane.name, header.layers, header.tokens, header.heads, values)
+
+
+def coded_frame_of(
+    spec: KVSpec, transfer_id: int, epoch: int, sequence: int, block: KVBlock, codec: CodecId
+) -> tuple[FrameHeader, bytes | memoryview]:
+    """As :func:`frame_of`, with the payload, in ``codec`` where that makes it smaller. Raises ValueError as :func:`frame_of`."""
+    header = frame_of(spec, transfer_id, epoch, sequence, block, checksum=lambda _: 0)
+    used, payload = encode_frame(CODECS[codec], block.values)
+    return replace(header, codec=used, payload_crc=crc32c(payload), payload_bytes=len(payload)), payload
+
+
+def decoded_block_of(header: FrameHeader, spec: KVSpec, payload: bytearray | memoryview, values: np.ndarray) -> KVBlock:
+    """As :func:`block_of`, from a coded ``payload`` into ``values`` (of :func:`empty_values`). Raises WireError."""
+    check_payload(header, memoryview(payload))
+    try:
+        CODECS[header.codec].decode_into(payload, values)
+    except CodecError as error:
+        raise WireError(WireFault.CODEC, str(error)) from error
+    return block_of(header, spec, values, checksum=lambda _: header.payload_crc)
 
 
 def check_payload(header: FrameHeader, payload: memoryview, checksum: Callable[[memoryview], int] = crc32c) -> None:

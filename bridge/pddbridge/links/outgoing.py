@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
+from pddbridge.codecs import CodecId
 from pddbridge.engine import KVBlock
 from pddbridge.kv_coverage import Rectangle
 from pddbridge.kv_notes import StopReason
-from pddbridge.kv_transfer import OutgoingFrame, Sender, SenderState, TransferFailed, TransferReport
+from pddbridge.kv_sender import OutgoingFrame, Sender, SenderState
+from pddbridge.kv_transfer import TransferFailed, TransferReport
 from pddbridge.kv_wire import NackReason
 from pddbridge.links.schedule import Priority
 
@@ -90,6 +92,10 @@ class OutgoingTransfer:
     def owed_bytes(self) -> int:
         """Payload bytes that were pushed and are not acknowledged."""
         return self._machine.owed_bytes
+
+    @property
+    def codec(self) -> CodecId:
+        return self._machine.codec
 
     def next_question(self) -> int | None:
         """As the sender's: to be asked before its frames, over any connection."""

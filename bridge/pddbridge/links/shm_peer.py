@@ -12,7 +12,8 @@ from typing import Final
 
 from pddbridge.kv_handshake import Handshake, HandshakeError, check_welcome, hello, parse_refuse
 from pddbridge.kv_notes import Note, StopReason, encode_note
-from pddbridge.kv_transfer import FailureCode, OutgoingFrame, TransferFailed
+from pddbridge.kv_sender import OutgoingFrame
+from pddbridge.kv_transfer import FailureCode, TransferFailed
 from pddbridge.kv_wire import REPLY_BYTES, Kind, Reply, WireError, decode_reply, encode_frame_header, payload_view
 from pddbridge.links import shm_io, tcp_io
 from pddbridge.links.outgoing import OutgoingTransfer

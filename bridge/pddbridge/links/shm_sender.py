@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable
 
 from pddbridge.kv_handshake import Handshake
+from pddbridge.kv_sender import Sender
 from pddbridge.kv_spec import HeadRange, TokenRange
-from pddbridge.kv_transfer import Sender
 from pddbridge.kv_wire import sampled_crc32c
 from pddbridge.links.outgoing import OutgoingTransfer
 from pddbridge.links.schedule import Priority

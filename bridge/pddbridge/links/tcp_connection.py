@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pddbridge.kv_notes import NOTE_BYTES, Note, decode_have_body, decode_note, encode_note, have_body_bytes
+from pddbridge.kv_sender import OutgoingFrame
 from pddbridge.kv_spec import KVSpec
-from pddbridge.kv_transfer import OutgoingFrame
-from pddbridge.kv_wire import Kind, NackReason, WireError, encode_frame_header, payload_view
+from pddbridge.kv_wire import Kind, NackReason, WireError, encode_frame_header
 from pddbridge.links import tcp_io
 from pddbridge.links.outgoing import OutgoingTransfer
 
@@ -65,8 +65,8 @@ class Connection:
         self._loop = asyncio.get_running_loop()
         self._heard_at = self._loop.time()
         self._busy_since = self._heard_at
-        # In the order in which they were sent: an ACK answers for all before it.
-        self._in_flight: dict[_Key, OutgoingTransfer] = {}
+        # With their payload bytes, in the order in which they were sent: an ACK answers for all before it.
+        self._in_flight: dict[_Key, tuple[OutgoingTransfer, int]] = {}
         self._questions: dict[_Key, OutgoingTransfer] = {}
         self._pings: dict[int, asyncio.Future[None]] = {}
         self._ping_numbers = itertools.count(1)
@@ -94,7 +94,7 @@ class Connection:
             in_flight, self._in_flight = self._in_flight, {}
             questions, self._questions = self._questions, {}
             self.num_lost = len(in_flight) + len(questions)
-            for (_, sequence), transfer in in_flight.items():
+            for (_, sequence), (transfer, _) in in_flight.items():
                 transfer.doubt(sequence, why)
             for (_, sequence), transfer in questions.items():
                 transfer.question_lost(sequence)
@@ -119,8 +119,8 @@ class Connection:
                     self._questions[(transfer.transfer_id, question.sequence)] = transfer
                     await tcp_io.send(self._sock, encode_note(question), memoryview(b""))
                 case (transfer, OutgoingFrame() as frame):
-                    self._in_flight[(transfer.transfer_id, frame.header.sequence)] = transfer
-                    await tcp_io.send(self._sock, encode_frame_header(frame.header), payload_view(frame.block.values))
+                    self._in_flight[(transfer.transfer_id, frame.header.sequence)] = transfer, frame.header.payload_bytes
+                    await tcp_io.send(self._sock, encode_frame_header(frame.header), frame.payload)
             # A send that the kernel takes at once does not yield; without this one connection would take every frame and hold up the loop.
             await asyncio.sleep(0)
 
@@ -170,7 +170,8 @@ class Connection:
                 case Kind.ACK:
                     self._acknowledged(key)
                 case Kind.NACK:
-                    transfer = self._in_flight.pop(key, None) or self._questions.pop(key, None)
+                    sent = self._in_flight.pop(key, None)
+                    transfer = self._questions.pop(key, None) if sent is None else sent[0]
                     if transfer is not None:
                         self.progressed = True
                         transfer.nacked(NackReason(note.value))
@@ -192,7 +193,9 @@ class Connection:
         num_bytes = 0
         while True:
             key = next(iter(self._in_flight))
-            num_bytes += self._in_flight.pop(key).acked(key[1])
+            transfer, payload_bytes = self._in_flight.pop(key)
+            if transfer.acked(key[1]):
+                num_bytes += payload_bytes
             if key == last:
                 break
         self._delivered(num_bytes)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+from pddbridge.codecs import CodecId
 from pddbridge.kv_notes import NOTE_BYTES, Note, StopReason, decode_note, encode_have, encode_note
 from pddbridge.kv_spec import KVSpec
 from pddbridge.kv_wire import (
@@ -22,6 +23,7 @@ from pddbridge.kv_wire import (
     block_of,
     check_prefix,
     decode_frame_header,
+    decoded_block_of,
     empty_values,
     payload_view,
 )
@@ -86,6 +88,7 @@ class InboundConnection:
         spec: KVSpec,
         incoming: IncomingTransfers,
         buffers: FrameBuffers,
+        codecs: frozenset[CodecId],
         max_placing: int,
         idle_timeout_s: float,
     ) -> None:
@@ -93,6 +96,7 @@ class InboundConnection:
         self._spec = spec
         self._incoming = incoming
         self._buffers = buffers
+        self._codecs = codecs
         self._idle_timeout_s = idle_timeout_s
         self._intake = tcp_io.Intake(sock)
         self._slots = asyncio.Semaphore(max_placing)
@@ -122,7 +126,7 @@ class InboundConnection:
             kind = check_prefix(note, (Kind.FRAME, Kind.ASK, Kind.STOP, Kind.PING))
             if kind is Kind.FRAME:
                 await self._intake.fill(rest, inside=True)
-                await self._take_frame(decode_frame_header(head, self._spec))
+                await self._take_frame(decode_frame_header(head, self._spec, self._codecs))
             else:
                 await self._take_note(decode_note(note, (kind,)))
             # Bytes that are there already are read without yielding: let others have the loop between two messages.
@@ -133,8 +137,13 @@ class InboundConnection:
         block = None
         if self._incoming.wants(header):
             values = empty_values(header, self._spec, self._buffers.take)
-            await self._intake.fill(payload_view(values), inside=True)
-            block = block_of(header, self._spec, values)
+            if header.codec is CodecId.RAW:
+                await self._intake.fill(payload_view(values), inside=True)
+                block = block_of(header, self._spec, values)
+            else:
+                payload = memoryview(bytearray(header.payload_bytes))
+                await self._intake.fill(payload, inside=True)
+                block = decoded_block_of(header, self._spec, payload, values)
         else:
             self._discarded = self._discarded or bytearray(MAX_PAYLOAD_BYTES)
             await self._intake.fill(memoryview(self._discarded)[: header.payload_bytes], inside=True)

@@ -8,9 +8,11 @@ import socket
 from collections import deque
 from dataclasses import dataclass, field
 
-from pddbridge.kv_handshake import Handshake, HandshakeError, check_welcome, hello, parse_refuse
+from pddbridge.codecs import CodecId
+from pddbridge.kv_handshake import Handshake, HandshakeError, check_welcome, codecs_of, hello, parse_refuse
 from pddbridge.kv_notes import Note, StopReason
-from pddbridge.kv_transfer import FailureCode, OutgoingFrame, TransferFailed
+from pddbridge.kv_sender import OutgoingFrame
+from pddbridge.kv_transfer import FailureCode, TransferFailed
 from pddbridge.kv_wire import Kind, WireError
 from pddbridge.links import tcp_io
 from pddbridge.links.outgoing import OutgoingTransfer
@@ -32,6 +34,7 @@ class SenderSettings:
     transfers fail; ``backoff_s`` before the first repetition, doubled each time up to ``max_backoff_s``. ``stall_timeout_s`` as
     :class:`OutgoingTransfer` says. ``connect_timeout_s`` covers connecting and the handshake. ``max_bytes_per_s`` paces all connections to
     a receiver together; None: as fast as it goes. ``congestion_control``: the kernel's name ("bbr"); None: the system's default.
+    ``codec``: of transfers that do not say otherwise.
     """
 
     num_connections: int = 2
@@ -42,6 +45,7 @@ class SenderSettings:
     max_backoff_s: float = 2.0
     max_bytes_per_s: float | None = None
     congestion_control: str | None = None
+    codec: CodecId = CodecId.RAW
     liveness: Liveness = field(default_factory=Liveness)
 
     def __post_init__(self) -> None:
@@ -67,6 +71,7 @@ class Peer:
         self._connections: set[Connection] = set()
         self._farewells: deque[Note] = deque()
         self._questions: deque[tuple[OutgoingTransfer, Note]] = deque()
+        self._codecs: frozenset[CodecId] = frozenset({CodecId.RAW})
         self._turns: Turns[OutgoingTransfer] = Turns()
         self._pacer = Pacer(settings.max_bytes_per_s)
         self._goodput = GoodputMeter()
@@ -143,6 +148,9 @@ class Peer:
         if self._questions:
             return self._questions.popleft()
         while (transfer := self._turns.take()) is not None:
+            if transfer.codec not in self._codecs:
+                taken = sorted(codec.name for codec in self._codecs)
+                transfer.fail(TransferFailed("INVALID_ARGUMENT", f"codec: given {transfer.codec.name}, the receiver takes {taken}"))
             frame = transfer.next_frame()
             if frame is not None:
                 if transfer.num_queued:
@@ -225,6 +233,7 @@ class Peer:
             if kind is Kind.REFUSE:
                 raise parse_refuse(body)
             check_welcome(body, self._handshake, self._epoch)
+            self._codecs = codecs_of(body)
         except BaseException:  # cancellation as well: the socket has no owner yet
             sock.close()
             raise

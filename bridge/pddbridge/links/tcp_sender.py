@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pddbridge.codecs import CodecId
 from pddbridge.kv_handshake import Handshake
+from pddbridge.kv_sender import Sender
 from pddbridge.kv_spec import HeadRange, TokenRange
-from pddbridge.kv_transfer import Sender
 from pddbridge.links.outgoing import OutgoingTransfer
 from pddbridge.links.schedule import Priority
 from pddbridge.links.stats import LinkStats
@@ -59,18 +60,21 @@ class KVSender:
         *,
         priority: Priority = Priority.NORMAL,
         resume: bool = False,
+        codec: CodecId | None = None,
     ) -> OutgoingTransfer:
         """A transfer of ``tokens`` to the receiver with ``receiver_epoch`` at ``host:port``; ``heads`` (absolute): only this shard's.
 
         ``on_acked`` as :class:`OutgoingTransfer` says. ``resume``: another process may have sent a part, so the receiver is asked first
-        what it has. Call on the event loop; connections are opened at once, so that the first ``push`` finds them warm and a receiver that
-        has restarted is noticed early. Raises ValueError for an empty range or an id in use.
+        what it has. ``codec``: None for the settings'; the transfer fails if the receiver does not take it. Call on the event loop;
+        connections are opened at once, so that the first ``push`` finds them warm and a receiver that has restarted is noticed early.
+        Raises ValueError for an empty range or an id in use.
         """
         self._retire(host, port, receiver_epoch)
         key = (host, port, receiver_epoch)
         peer = self._peers.get(key) or Peer(self._handshake, host, port, receiver_epoch, self._settings)
         spec, settings = self._handshake.kv_spec, self._settings
-        machine = Sender(spec, transfer_id, receiver_epoch, tokens, heads, settings.max_attempts, resume=resume)
+        codec = settings.codec if codec is None else codec
+        machine = Sender(spec, transfer_id, receiver_epoch, tokens, heads, settings.max_attempts, resume=resume, codec=codec)
         transfer = OutgoingTransfer(machine, peer.offer, settings.stall_timeout_s, on_acked, peer.stopped, priority)
         peer.add(transfer)
         self._peers[key] = peer

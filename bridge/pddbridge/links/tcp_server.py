@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Final
 
+from pddbridge.codecs import CODECS, CodecId
 from pddbridge.kv_handshake import Handshake, HandshakeError, check_hello, refuse, welcome
 from pddbridge.kv_spec import TokenRange
 from pddbridge.kv_wire import WireError
@@ -16,6 +19,8 @@ from pddbridge.links.incoming import Complete, Failed, IncomingTransfers, Place
 from pddbridge.links.tcp_inbound import InboundConnection
 
 log = logging.getLogger(__name__)
+
+LOSSLESS: Final = frozenset(codec_id for codec_id, codec in CODECS.items() if codec.lossless)
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,7 @@ class KVServer:
 
     At most ``max_placing`` frames (1 MiB each) per connection are in memory at once; then the connection is not read until one is placed.
     A connection on which nothing comes for ``idle_timeout_s`` is closed: senders keep theirs alive, so this one's is gone.
+    ``codecs``: those of payloads that are taken, beside raw; a lossy one only if it is named here.
     """
 
     def __init__(
@@ -51,10 +57,12 @@ class KVServer:
         max_connections: int = 256,
         handshake_timeout_s: float = 10.0,
         idle_timeout_s: float = 60.0,
+        codecs: Collection[CodecId] = LOSSLESS,
     ) -> None:
         self._handshake = handshake
         self._incoming = IncomingTransfers(handshake.kv_spec, handshake.epoch, place, complete, failed)
         self._buffers = FrameBuffers()
+        self._codecs = frozenset({CodecId.RAW, *codecs})
         self._max_placing = max_placing
         self._max_connections = max_connections
         self._handshake_timeout_s = handshake_timeout_s
@@ -144,7 +152,8 @@ class KVServer:
             sock.close()
 
     def _inbound(self, sock: socket.socket) -> InboundConnection:
-        return InboundConnection(sock, self._handshake.kv_spec, self._incoming, self._buffers, self._max_placing, self._idle_timeout_s)
+        spec, limits = self._handshake.kv_spec, (self._max_placing, self._idle_timeout_s)
+        return InboundConnection(sock, spec, self._incoming, self._buffers, self._codecs, *limits)
 
     async def _greet(self, sock: socket.socket) -> None:
         _, body = await tcp_io.receive_message(sock, ("hello",))
@@ -153,4 +162,4 @@ class KVServer:
         except HandshakeError as error:
             await tcp_io.send(sock, refuse(error), memoryview(b""))
             raise
-        await tcp_io.send(sock, welcome(self._handshake), memoryview(b""))
+        await tcp_io.send(sock, welcome(self._handshake, self._codecs), memoryview(b""))

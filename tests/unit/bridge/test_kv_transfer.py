@@ -10,8 +10,9 @@ import pytest
 from pddbridge.engine import KVBlock
 from pddbridge.kv_convert import KVPool, read_block, read_blocks, write_block
 from pddbridge.kv_layout import KVLayout, head_major, interleaved_heads, shard_heads, token_major
+from pddbridge.kv_sender import OutgoingFrame, Sender, SenderState
 from pddbridge.kv_spec import HeadRange, KVSpec, LayerRange, TokenRange
-from pddbridge.kv_transfer import Admission, FrameError, OutgoingFrame, Receiver, ReceiverState, Sender, SenderState, TransferFailed
+from pddbridge.kv_transfer import Admission, FrameError, Receiver, ReceiverState, TransferFailed
 from pddbridge.kv_wire import (
     FrameHeader,
     NackReason,

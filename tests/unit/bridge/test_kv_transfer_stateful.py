@@ -13,8 +13,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from pddbridge.engine import KVBlock
 from pddbridge.kv_convert import KVPool, read_blocks, write_block
 from pddbridge.kv_layout import head_major
+from pddbridge.kv_sender import OutgoingFrame, Sender, SenderState
 from pddbridge.kv_spec import KVSpec, TokenRange
-from pddbridge.kv_transfer import Admission, OutgoingFrame, Receiver, ReceiverState, Sender, SenderState
+from pddbridge.kv_transfer import Admission, Receiver, ReceiverState
 from pddbridge.kv_wire import NackReason
 from tests.support.kv import bits, blocks_of, random_planes
 
