@@ -118,5 +118,40 @@ def ttft(
         raise _fail(error) from error
 
 
+@bench.command()
+def handoff(
+    config: ConfigArgument = _DEFAULT_CONFIG,
+    rounds: Annotated[int, typer.Option(help="handoffs per length and route")] = 15,
+    rate_mbit_s: Annotated[float, typer.Option(help="of the emulated link")] = 100.0,
+    rtt_ms: Annotated[float, typer.Option(help="of the emulated link")] = 20.0,
+    jitter_ms: Annotated[float, typer.Option(help="of the emulated link")] = 5.0,
+    background_tokens: Annotated[int, typer.Option(help="mean size of the other transfers on the link; 0: none")] = 300,
+    seed: Annotated[int, typer.Option(help="of tokens and background")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the rows here")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="draw them here (PNG or SVG)")] = None,
+) -> None:
+    """Relayed tokens handed to main decode as IDs against as KV: payload, time, spread, and what neighbours feel."""
+    from pdd.bench.handoff import Plan, run, save_plot, show
+    from pdd.config import EmulatedLink
+    from pdd.launch.ask import AskError
+    from pdd.launch.local import StartError
+    from pdd.launch.serve import end_on_signal
+    from pdd.models import resolve
+
+    console = Console(highlight=False)
+    end_on_signal()
+    try:
+        launch = load(config)
+        resolve(launch.model, cache_dir())
+        link = EmulatedLink(rate_mbit_s=rate_mbit_s, rtt_ms=rtt_ms, jitter_ms=jitter_ms)
+        plan = Plan(link, rounds=rounds, background_tokens=background_tokens, seed=seed)
+        rows = run(launch, cache_dir(), plan, console, json_file)
+        show(rows, plan, console)
+        if plot_file is not None:
+            save_plot(rows, plot_file)
+    except (ValueError, OSError, StartError, AskError) as error:
+        raise _fail(error) from error
+
+
 if __name__ == "__main__":
     app()
