@@ -27,6 +27,7 @@ class CuttingProxy:
         self._faults = faults
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._open: list[asyncio.Event] = []
         self._writers: set[asyncio.StreamWriter] = set()
 
     async def start(self) -> int:
@@ -41,6 +42,11 @@ class CuttingProxy:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    def silence_all(self) -> None:
+        """Forward nothing more of the connections that are open, and close nothing: what a NAT does to a flow that was idle too long."""
+        for stalled in self._open:
+            stalled.set()
+
     def drop_all(self) -> None:
         """Break every connection at once."""
         for writer in self._writers:
@@ -53,6 +59,7 @@ class CuttingProxy:
         pair = {writer, up_writer}
         self._writers |= pair
         stalled = asyncio.Event()
+        self._open.append(stalled)
         with contextlib.suppress(OSError):
             forth = self._pump(reader, up_writer, fault if fault and fault.kind != "cut_replies" else None, stalled)
             back = self._pump(up_reader, writer, fault if fault and fault.kind == "cut_replies" else None, stalled)

@@ -46,7 +46,7 @@ class Source(Protocol):
 
     def take(self) -> Note | tuple[OutgoingTransfer, Note | OutgoingFrame] | None: ...
 
-    def delivered(self, num_bytes: int) -> None: ...
+    def delivered(self, num_bytes: int, just_now: bool) -> None: ...
 
     def round_trip(self, seconds: float | None) -> float | None: ...
 
@@ -181,7 +181,7 @@ class Connection:
                     rectangles = decode_have_body(body, self._spec)
                     transfer = self._questions.pop(key, None)
                     if transfer is not None:
-                        self._delivered(transfer.answered(note.sequence, rectangles))
+                        self._delivered(transfer.answered(note.sequence, rectangles), just_now=False)
                 case _:
                     if (ping := self._pings.get(note.sequence)) is not None and not ping.done():
                         ping.set_result(None)
@@ -198,11 +198,11 @@ class Connection:
                 num_bytes += payload_bytes
             if key == last:
                 break
-        self._delivered(num_bytes)
+        self._delivered(num_bytes, just_now=True)
 
-    def _delivered(self, num_bytes: int) -> None:
+    def _delivered(self, num_bytes: int, just_now: bool) -> None:
         self.progressed = self.progressed or num_bytes > 0
-        self._source.delivered(num_bytes)
+        self._source.delivered(num_bytes, just_now)
 
     def _owes_answers(self) -> bool:
         """Whether the receiver does."""

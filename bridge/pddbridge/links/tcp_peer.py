@@ -162,9 +162,11 @@ class Peer:
                 return transfer, frame
         return None
 
-    def delivered(self, num_bytes: int) -> None:
-        """Payload that a connection learnt to be placed."""
+    def delivered(self, num_bytes: int, just_now: bool) -> None:
+        """Payload that a connection learnt to be placed; ``just_now`` False: over an earlier connection."""
         self.bytes_sent += num_bytes
+        if not just_now:
+            return
         self._goodput.delivered(num_bytes, self._loop.time(), not any(c.num_in_flight for c in self._connections))
 
     def round_trip(self, seconds: float | None) -> float | None:
