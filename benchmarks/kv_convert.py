@@ -1,7 +1,7 @@
 """How fast pages become wire order and back, next to a plain memcpy of the same bytes: `python benchmarks/kv_convert.py [--json FILE]`.
 
 Read: ``read_blocks`` into fresh arrays against ``ndarray.copy`` (both pay for the memory they get), and into memory that is there (``out``)
-against ``numpy.copyto``. Write: ``write_block`` per plane against ``numpy.copyto``. Every pair is timed in turns, and before each timing a
+against ``numpy.copyto``. Write: ``write_blocks`` against ``numpy.copyto``. Every pair is timed in turns, and before each timing a
 buffer larger than the caches is read, so that both start cold. Ratio: memcpy's time over ours, the best of each.
 """
 
@@ -17,11 +17,13 @@ from pathlib import Path
 import numpy as np
 
 from pddbridge.engine import KVBlock
-from pddbridge.kv_convert import KVPool, read_blocks, write_block
+from pddbridge.kv_convert import KVPool, read_blocks, write_blocks
 from pddbridge.kv_layout_catalogue import GQA_LAYOUTS
 from pddbridge.kv_spec import HeadRange, KVSpec, LayerRange, TokenRange
 
 _COLD_BYTES = 64 << 20
+# A pool holds this many prompts, so scattered pages lie far apart.
+_POOL_PROMPTS = 8
 
 
 @dataclass(frozen=True)
@@ -66,11 +68,11 @@ def ratios(pairs: list[tuple[Callable[[], object], Callable[[], object]]], repea
 
 
 def measure(shape: Shape, layout_name: str, scattered: bool, repeats: int) -> Row:
-    """One row; the KV of one prompt in a pool that has an eighth more pages."""
+    """One row; the KV of one prompt in a pool of ``_POOL_PROMPTS`` such."""
     spec = KVSpec.gqa(shape.num_layers, shape.num_heads, shape.head_dim, "bfloat16")
     tokens = TokenRange(0, shape.num_tokens)
     num_used = -(-shape.num_tokens // shape.page_size)
-    num_pages = num_used + num_used // 8 + 1
+    num_pages = num_used * _POOL_PROMPTS + 1
     table = np.random.default_rng(0).permutation(num_pages)[:num_used] if scattered else np.arange(1, num_used + 1)
     pool = KVPool.zeros(GQA_LAYOUTS[layout_name](shape.page_size, spec.dtype), spec, num_pages)
     for arrays in pool.arrays:
@@ -92,8 +94,7 @@ def measure(shape: Shape, layout_name: str, scattered: bool, repeats: int) -> Ro
         read_blocks(pool, table, tokens, out=list(target))
 
     def write() -> None:
-        for block in blocks:
-            write_block(pool, table, block)
+        write_blocks(pool, table, blocks)
 
     pairs: list[tuple[Callable[[], object], Callable[[], object]]] = [
         (plain_fresh, lambda: read_blocks(pool, table, tokens)),

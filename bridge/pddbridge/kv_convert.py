@@ -21,7 +21,7 @@ from pddbridge.kv_block import check_block, locate_plane
 from pddbridge.kv_pool import KVPool
 from pddbridge.kv_spec import HeadRange, KVGroup, KVPlane, LayerRange, TokenRange
 
-__all__ = ["KVPool", "read_block", "read_blocks", "write_block"]
+__all__ = ["KVPool", "read_block", "read_blocks", "write_block", "write_blocks"]
 
 # Planes that share an array are read in turns of this size, so that a cache line which holds both is fetched once: well under a core's
 # level-2 cache, well over a call's cost.
@@ -68,16 +68,25 @@ def read_blocks(pool: KVPool, page_table: np.ndarray, tokens: TokenRange, out: S
 
 def write_block(pool: KVPool, page_table: np.ndarray, block: KVBlock) -> None:
     """Place ``block`` into the pages of ``page_table`` [P] integer; touches nothing outside the block's ranges. Raises ValueError."""
-    group, index = check_block(pool.spec, block)
-    place = _Place(pool, page_table, group, index, block.tokens, block.heads)
-    if len(np.unique(place.pages)) != len(place.pages):
-        raise ValueError(f"page_table: a page is named twice among those of {block.tokens}: {place.pages.tolist()}")
-    if not block.values.size:
-        return
-    for i, layer in enumerate(range(block.layers.start, block.layers.stop)):
-        wire = block.values[i].reshape(-1).view(np.uint8)
-        for copy, units in place.copies(layer):
-            units.put(copy.which, wire[copy.start : copy.stop].view(units.dtype))
+    write_blocks(pool, page_table, (block,))
+
+
+def write_blocks(pool: KVPool, page_table: np.ndarray, blocks: Sequence[KVBlock]) -> None:
+    """As :func:`write_block`, layer by layer: faster where planes share an array. Raises ValueError with nothing written."""
+    placed = []
+    for block in blocks:
+        group, index = check_block(pool.spec, block)
+        place = _Place(pool, page_table, group, index, block.tokens, block.heads)
+        if len(np.unique(place.pages)) != len(place.pages):
+            raise ValueError(f"page_table: a page is named twice among those of {block.tokens}: {place.pages.tolist()}")
+        if block.values.size:
+            placed.append((block, place))
+    for layer in sorted({layer for block, _ in placed for layer in range(block.layers.start, block.layers.stop)}):
+        for block, place in placed:
+            if block.layers.start <= layer < block.layers.stop:
+                wire = block.values[layer - block.layers.start].reshape(-1).view(np.uint8)
+                for copy, units in place.copies(layer):
+                    units.put(copy.which, wire[copy.start : copy.stop].view(units.dtype))
 
 
 @dataclass(frozen=True)

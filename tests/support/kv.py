@@ -91,14 +91,22 @@ def cell(pool: KVPool, page_table: np.ndarray, layer: int, plane: int, token: in
 
 
 def fill_slowly(
-    pool: KVPool, page_table: np.ndarray, planes: dict[str, np.ndarray], layers: LayerRange, tokens: TokenRange, heads: HeadRange
+    pool: KVPool,
+    page_table: np.ndarray,
+    planes: dict[str, np.ndarray],
+    layers: LayerRange,
+    tokens: TokenRange,
+    heads: HeadRange,
+    only: str | None = None,
 ) -> None:
-    """Write a rectangle of every plane (of as many heads as it has) where the layout's documentation says."""
+    """Write a rectangle of every plane (of as many heads as it has), or of plane ``only``, where the layout's documentation says."""
     first = pool.layout.heads.start if pool.layout.heads else 0
     positions = np.arange(tokens.start, tokens.stop)[:, None]
     size = pool.layout.page_size
     page, slot = np.asarray(page_table)[positions // size], positions % size
-    for p, values in enumerate(planes.values()):
+    for p, (name, values) in enumerate(planes.items()):
+        if only not in (None, name):
+            continue
         head = np.arange(heads.start, min(heads.stop, values.shape[2]))
         which, index = _definition(pool, p, page, slot, head[None, :] - first)
         for layer in range(layers.start, layers.stop):

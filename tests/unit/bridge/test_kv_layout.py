@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from pddbridge.kv_convert import KVPool, read_block
+from pddbridge.engine import KVBlock
+from pddbridge.kv_convert import KVPool, read_block, read_blocks, write_block
 from pddbridge.kv_layout import Axis, KVLayout, head_major, interleaved_heads, shard_heads, token_major
 from pddbridge.kv_layout_catalogue import (
     GQA_LAYOUTS,
@@ -157,3 +160,35 @@ def test_a_pool_reads_what_the_engine_writes_later() -> None:
     pool.arrays[1][0].reshape(3, 8, 6, 128)[2, :, 1::2, :64] = planes["v"][1]
     read = read_block(pool, np.array([2]), "v", LayerRange(1, 2), TokenRange(0, 8), HeadRange(0, 3)).values
     assert read.tobytes() == planes["v"][1].tobytes()
+
+
+def test_the_readmes_example_runs() -> None:
+    """The example under "Layouts", on pages that name their own place."""
+    readme = (Path(__file__).parents[3] / "bridge" / "README.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"^```python layout\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    making, reading = example.split("for block in")
+    names: dict[str, object] = {
+        "KVLayout": KVLayout,
+        "KVPool": KVPool,
+        "KVSpec": KVSpec,
+        "TokenRange": TokenRange,
+        "np": np,
+        "read_blocks": read_blocks,
+        "shard_heads": shard_heads,
+        "write_block": write_block,
+    }
+    exec(making, names)
+    arrays = names["arrays"]
+    assert isinstance(arrays, tuple)
+    for layer, (array,) in enumerate(arrays):
+        array[...] = np.random.default_rng(layer).integers(-99, 99, array.shape)
+    before = [array.copy() for (array,) in arrays]
+    exec("for block in" + reading, names)
+    for (array,), old in zip(arrays, before, strict=True):
+        for token in range(12):
+            source, target, slot = (7, 0, 3)[token // 4], (1, 2, 4)[token // 4], token % 4
+            want = old[source] if 2 <= token < 11 else old[target]
+            assert np.array_equal(array[target, :, :, slot], want[:, :, slot])
+    block = names["block"]
+    assert isinstance(block, KVBlock)
+    assert block.heads == HeadRange(2, 4)

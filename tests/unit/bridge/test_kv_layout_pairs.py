@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pddbridge import kv_convert
 from pddbridge.engine import KVBlock
-from pddbridge.kv_convert import KVPool, read_block, read_blocks, write_block
+from pddbridge.kv_convert import KVPool, read_block, read_blocks, write_blocks
 from pddbridge.kv_layout import KVLayout, shard_heads
 from pddbridge.kv_layout_catalogue import GQA_LAYOUTS, MLA_LAYOUTS, with_scales
 from pddbridge.kv_shards import read_shards, write_shards
@@ -316,11 +316,28 @@ def test_layers_may_differ_in_strides() -> None:
     for block in blocks:
         assert np.array_equal(bits(block.values), bits(planes[block.plane][:, 1:30]))
     other = KVPool(dense.layout, spec, ((wide[:, :, 0],), dense.arrays[1], dense.arrays[2]))
-    for block in blocks:
-        write_block(other, table, block)
+    write_blocks(other, table, blocks)
     for layer in range(3):
         again = read_block(other, table, "v", LayerRange(layer, layer + 1), tokens, HeadRange(0, 2))
         assert np.array_equal(bits(again.values[0]), bits(planes["v"][layer, 1:30]))
+
+
+def test_blocks_are_written_together_or_not_at_all() -> None:
+    spec = KVSpec.gqa(3, 2, 4, "float16")
+    planes = random_planes(spec, 20, 2)
+    table = np.array([1, 3, 0])
+    pool, expected = (canary_pool(GQA_LAYOUTS["interleaved_heads"](8, "float16"), spec, 5) for _ in range(2))
+    blocks = []
+    for plane, layers, tokens in (("k", LayerRange(0, 2), TokenRange(2, 20)), ("v", LayerRange(1, 3), TokenRange(0, 9))):
+        values = planes[plane][layers.start : layers.stop, tokens.start : tokens.stop]
+        blocks.append(KVBlock(plane, layers, tokens, HeadRange(0, 2), np.ascontiguousarray(values)))
+        fill_slowly(expected, table, planes, layers, tokens, HeadRange(0, 2), only=plane)
+    untouched = canary_pool(pool.layout, spec, 5)
+    with pytest.raises(ValueError, match="C-contiguous"):
+        write_blocks(pool, table, [blocks[0], replace(blocks[1], values=np.asfortranarray(blocks[1].values))])
+    assert same_pools(pool, untouched)
+    write_blocks(pool, table, blocks)
+    assert same_pools(pool, expected)
 
 
 def test_shards_are_read_in_the_order_of_their_heads_and_each_head_once() -> None:
