@@ -94,12 +94,13 @@ def ttft(
     num_requests: Annotated[int, typer.Option("--num-prompts", help="requests per mode")] = 10,
     input_len: Annotated[int, typer.Option("--random-input-len", help="prompt tokens")] = 1000,
     output_len: Annotated[int, typer.Option("--random-output-len", help="output tokens")] = 128,
+    rate_mbit_s: Annotated[float | None, typer.Option("--link-rate-mbit-s", help="of the emulated link; default: the config's")] = None,
     seed: Annotated[int, typer.Option(help="of the prompts")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the figures here")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="draw the figures here (PNG or SVG)")] = None,
 ) -> None:
     """Same-site split, cross-site split and PDD in one run on one prompt set: TTFT, gaps, end to end, KV moved."""
-    from pdd.bench.ttft import Plan, run, save_plot, show
+    from pdd.bench.ttft import Plan, run, save_plot, show, with_link_rate
     from pdd.launch.ask import AskError
     from pdd.launch.local import StartError
     from pdd.launch.serve import end_on_signal
@@ -108,7 +109,7 @@ def ttft(
     console = Console(highlight=False)
     end_on_signal()
     try:
-        launch = load(config)
+        launch = load(config) if rate_mbit_s is None else with_link_rate(load(config), rate_mbit_s)
         resolve(launch.model, cache_dir())
         results = run(launch, cache_dir(), Plan(num_requests, input_len, output_len, seed), console, json_file)
         show(results, console)

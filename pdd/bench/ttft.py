@@ -90,6 +90,17 @@ def run(config: LaunchConfig, cache_dir: Path, plan: Plan, console: Console, jso
     return results
 
 
+def with_link_rate(config: LaunchConfig, rate_mbit_s: float) -> LaunchConfig:
+    """The same launch over an emulated link of another rate. Raises ValueError when the config emulates no link or the rate is not one."""
+    if all(link.emulate is None for link in config.links):
+        raise ValueError("links: none is emulated, so its rate cannot be set")
+    raw = config.model_dump(mode="json")
+    for link in raw["links"]:
+        if link["emulate"] is not None:
+            link["emulate"]["rate_mbit_s"] = rate_mbit_s
+    return LaunchConfig.model_validate(raw)
+
+
 def _prompts(plan: Plan, vocab_size: int) -> list[list[int]]:
     if plan.num_requests < 1 or plan.input_len < 1 or plan.output_len < 2:
         raise ValueError(f"bench ttft: need at least 1 request, 1 prompt token and 2 output tokens, given {plan}")
