@@ -10,10 +10,20 @@ import numpy as np
 import pytest
 
 from pddbridge.engine import KVBlock
-from pddbridge.kv_handshake import HANDSHAKE_HEADER_BYTES, Handshake, check_hello, decode_body, decode_message_header, hello
+from pddbridge.kv_handshake import (
+    HANDSHAKE_HEADER_BYTES,
+    PROTOCOL_VERSION,
+    Handshake,
+    check_hello,
+    decode_body,
+    decode_message_header,
+    hello,
+)
+from pddbridge.kv_notes import NOTE_BYTES, Note, decode_have_body, decode_note, encode_have, encode_note, have_body_bytes
 from pddbridge.kv_spec import HeadRange, KVSpec, LayerRange, TokenRange
 from pddbridge.kv_wire import (
     FRAME_HEADER_BYTES,
+    Kind,
     NackReason,
     Reply,
     block_of,
@@ -71,20 +81,30 @@ def test_replies_are_as_described(name: str, reason: NackReason | None) -> None:
     assert encode_reply(reply) == hex_block(name)
 
 
+def test_the_question_and_its_answer_are_as_described() -> None:
+    rectangle = (0, 1, LayerRange(0, 2), TokenRange(5, 7), HeadRange(0, 2))
+    assert encode_note(Note(Kind.ASK, TRANSFER_ID, EPOCH, 9)) == hex_block("ask")
+    have = hex_block("have")
+    assert encode_have(TRANSFER_ID, EPOCH, 9, [rectangle]) == have
+    note = decode_note(have[:NOTE_BYTES], (Kind.HAVE,))
+    assert have_body_bytes(note) == len(have) - NOTE_BYTES
+    assert decode_have_body(have[NOTE_BYTES:], SPEC) == [rectangle]
+
+
 def test_the_hello_is_as_described() -> None:
     header, body = hex_block("hello"), fenced("json hello").strip().encode()
-    assert hello(Handshake(1, "5f1e", SPEC, 12, "prefill-1"), EPOCH) == header + body
+    assert hello(Handshake(PROTOCOL_VERSION, "5f1e", SPEC, 12, "prefill-1"), EPOCH) == header + body
     assert len(header) == HANDSHAKE_HEADER_BYTES
     _, size, crc = decode_message_header(header, ("hello",))
     assert size == len(body)
-    assert check_hello(decode_body(body, crc), Handshake(1, "5f1e", SPEC, EPOCH, "main-1")).epoch == 12
+    assert check_hello(decode_body(body, crc), Handshake(PROTOCOL_VERSION, "5f1e", SPEC, EPOCH, "main-1")).epoch == 12
 
 
 def test_field_tables_add_up() -> None:
     """Offsets and sizes of each table are without gaps, up to the size in its heading."""
     for heading, start, stop in (
         ("### Frame: 80 bytes", 8, 80),
-        ("### Ack and nack: 40 bytes", 8, 40),
+        ("### Notes: 40 bytes", 8, 40),
         ("### Hello, welcome, refuse: 20 bytes", 8, 20),
     ):
         section = README.split(heading)[1].split("\n#")[0]
