@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdd.policy.codec import MIN_GAIN, choose_codec, coded_bytes_s
+from pdd.policy.codec import MIN_GAIN, choose_codec, coded_bytes_s, link_bytes_s
 from pddbridge.codecs_base import CodecId, CodecSpeed
 
 ZSTD = CodecSpeed(CodecId.ZSTD_PLANES, True, 1.45, 0.35e9, 1.0e9)
@@ -64,3 +64,25 @@ def test_it_never_chooses_what_is_slower_than_raw_or_not_allowed(goodput: float,
     else:
         usable = [s for s in ALL if allow_lossy or s.lossless]
         assert all(coded_bytes_s(goodput, s, busy) < MIN_GAIN * goodput for s in usable)
+
+
+def test_the_link_s_rate_is_told_from_what_was_delivered_with_a_codec() -> None:
+    assert link_bytes_s(None, None) is None
+    assert link_bytes_s(0.0, ZSTD) is None
+    assert link_bytes_s(5e6, None) == 5e6
+    assert link_bytes_s(5e6, ZSTD) == pytest.approx(5e6 / 1.45)
+
+
+@pytest.mark.parametrize("mbit_s", [8, 40, 200, 1000])
+def test_a_choice_is_stable_on_a_link_that_does_not_change(mbit_s: float) -> None:
+    """What zstd delivers on the link leads to zstd again."""
+    link = mbit_s * 1e6 / 8
+    assert choose_codec(link, [ZSTD]) is CodecId.ZSTD_PLANES
+    assert choose_codec(link_bytes_s(coded_bytes_s(link, ZSTD), ZSTD), [ZSTD]) is CodecId.ZSTD_PLANES
+
+
+def test_a_link_that_became_fast_is_tried_raw_again() -> None:
+    """Once the codec is what holds it up, goodput cannot show how fast the link is."""
+    delivered = coded_bytes_s(1.25e9, ZSTD)
+    assert link_bytes_s(delivered, ZSTD) is None
+    assert choose_codec(link_bytes_s(delivered, ZSTD), [ZSTD]) is CodecId.RAW
