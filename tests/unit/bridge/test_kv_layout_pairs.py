@@ -355,6 +355,8 @@ def test_shards_are_read_in_the_order_of_their_heads_and_each_head_once() -> Non
     for name in "kv":
         together = np.concatenate([b.values for b in blocks if b.plane == name], axis=2)
         assert np.array_equal(bits(together), bits(planes[name]))
+    overlapping = [canary_pool(replace(layout, heads=h), spec, 2) for h in (HeadRange(2, 4), HeadRange(0, 3))]
+    assert [b.heads for b in read_shards(overlapping, table, TokenRange(0, 9))] == [HeadRange(0, 3), HeadRange(3, 4)] * 2
     with pytest.raises(ValueError, match=r"heads \[2\] of plane 'k'"):
         read_shards([canary_pool(replace(layout, heads=h), spec, 2) for h in (HeadRange(0, 2), HeadRange(3, 4))], table, TokenRange(0, 9))
     with pytest.raises(ValueError, match=r"heads \[0, 1\] of plane 'k'"):
