@@ -1,6 +1,6 @@
 """Goodput of the links between two processes of one host, taken in turns in one run, as ratios to TCP on loopback.
 
-python benchmarks/links_in_site.py [--json FILE] [--rounds N] [--links tcp,shm]
+python benchmarks/links_in_site.py [--json FILE] [--rounds N] [--links tcp,shm,nixl]
 
 The receiver drops what it gets: placing costs the same on every link. Prints one row per link: median and spread of GB/s, CPU seconds of
 both processes per GB, and the ratio of medians to TCP's.
@@ -15,7 +15,6 @@ import multiprocessing
 import secrets
 import statistics
 import time
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -26,8 +25,10 @@ import numpy as np
 from pddbridge.engine import KVBlock
 from pddbridge.kv_spec import HeadRange, KVSpec, LayerRange, TokenRange
 from pddbridge.kv_transfer import TransferFailed
+from pddbridge.links.nixl import NixlAgent, NixlSender, NixlServer
 from pddbridge.links.shm import ShmSender, ShmServer
-from pddbridge.links.tcp import Handshake, KVSender, KVServer, OutgoingTransfer
+from pddbridge.links.slot_sender import SlotSender
+from pddbridge.links.tcp import Handshake, KVSender, KVServer
 
 SPEC = KVSpec.gqa(32, 8, 128, "bfloat16")
 TOKENS = TokenRange(0, 2048)  # 268 MB
@@ -35,10 +36,8 @@ PIECE_TOKENS = 64  # 4 MiB of one plane
 SENDER = Handshake(1, "benchmark", SPEC, 11, "sender")
 WARM_UP_ROUNDS = 1
 
-Open = Callable[[int], OutgoingTransfer]
 
-
-async def _serve(pipe: Connection, epoch: int, num_transfers: int) -> None:
+async def _serve(pipe: Connection, epoch: int, num_transfers: int, with_nixl: bool) -> None:
     handshake = replace(SENDER, epoch=epoch, name="receiver")
 
     def failed(transfer_id: int, failure: TransferFailed) -> None:
@@ -52,20 +51,30 @@ async def _serve(pipe: Connection, epoch: int, num_transfers: int) -> None:
         server.expect(transfer_id, TOKENS)
     shm = ShmServer(handshake, server.incoming)
     shm.start()
-    pipe.send(await server.start("127.0.0.1", 0))
+    ports = {"tcp": await server.start("127.0.0.1", 0), "shm": 0}
+    nixl: NixlServer | None = None
+    if with_nixl:
+        agent = NixlAgent("receiver")
+        await agent.start()
+        nixl = NixlServer(handshake, server.incoming, agent)
+        ports["nixl"] = await nixl.start("127.0.0.1")
+    pipe.send(ports)
     while await asyncio.to_thread(pipe.recv) is not None:
         pipe.send(time.process_time())
+    if nixl is not None:
+        await nixl.close()
+        await agent.close()
     await shm.close()
     await server.close()
 
 
-def _receiver(pipe: Connection, epoch: int, num_transfers: int) -> None:
-    asyncio.run(_serve(pipe, epoch, num_transfers))
+def _receiver(pipe: Connection, epoch: int, num_transfers: int, with_nixl: bool) -> None:
+    asyncio.run(_serve(pipe, epoch, num_transfers, with_nixl))
 
 
 async def _measure(pipe: Connection, epoch: int, links: list[str], rounds: int) -> dict[str, list[tuple[float, float]]]:
     """Per link: (GB/s, CPU seconds of both processes per GB) of each round."""
-    port = pipe.recv()
+    ports = pipe.recv()
     # As a prefill worker reads it: a few MiB at a time, still in the cache when they are sent.
     piece = np.random.default_rng(1).integers(0, 1 << 16, (32, PIECE_TOKENS, 8, 128), np.uint16).view(SPEC.np_dtype)
     blocks = [
@@ -74,13 +83,14 @@ async def _measure(pipe: Connection, epoch: int, links: list[str], rounds: int) 
         for plane in SPEC.groups[0].planes
     ]
     async with AsyncExitStack() as stack:
-        tcp, shm = KVSender(SENDER), ShmSender(SENDER)
-        stack.push_async_callback(tcp.close)
-        stack.push_async_callback(shm.close)
-        openers: dict[str, Open] = {
-            "tcp": lambda i: tcp.open("127.0.0.1", port, epoch, i, TOKENS),
-            "shm": lambda i: shm.open("127.0.0.1", port, epoch, i, TOKENS),
-        }
+        senders: dict[str, KVSender | SlotSender] = {"tcp": KVSender(SENDER), "shm": ShmSender(SENDER)}
+        if "nixl" in links:
+            agent = NixlAgent("sender")
+            await agent.start()
+            stack.push_async_callback(agent.close)
+            senders["nixl"] = NixlSender(SENDER, agent)
+        for sender in senders.values():
+            stack.push_async_callback(sender.close)
         results: dict[str, list[tuple[float, float]]] = {link: [] for link in links}
         transfer_id = 0
         for round_number in range(WARM_UP_ROUNDS + rounds):
@@ -88,7 +98,7 @@ async def _measure(pipe: Connection, epoch: int, links: list[str], rounds: int) 
                 transfer_id += 1
                 cpu_s = time.process_time() + _cpu_s(pipe)
                 started_s = time.perf_counter()
-                transfer = openers[link](transfer_id)
+                transfer = senders[link].open("127.0.0.1", ports[link], epoch, transfer_id, TOKENS)
                 for block in blocks:
                     transfer.push(block)
                 report = await transfer.done()
@@ -114,7 +124,7 @@ def main() -> None:
     links = arguments.links.split(",")
     ours, theirs = multiprocessing.Pipe()
     epoch, num_transfers = secrets.randbits(64), len(links) * (arguments.rounds + WARM_UP_ROUNDS)
-    process = multiprocessing.get_context("spawn").Process(target=_receiver, args=(theirs, epoch, num_transfers))
+    process = multiprocessing.get_context("spawn").Process(target=_receiver, args=(theirs, epoch, num_transfers, "nixl" in links))
     process.start()
     try:
         results = asyncio.run(_measure(ours, epoch, links, arguments.rounds))

@@ -14,8 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pdd.faults import Fault, RandomFaults
 from pdd.roles import Role
 
-# How KV moves between two workers of one site. "auto": the fastest that reaches the receiver.
-LocalLink = Literal["auto", "tcp", "shm"]
+# How KV moves between two workers of one site. "auto": NIXL if both have it, else shared memory if they are on
+# one host, else TCP.
+LocalLink = Literal["auto", "tcp", "shm", "nixl"]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
 Port = Annotated[int, Field(ge=1, le=65535)]
 

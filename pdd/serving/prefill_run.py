@@ -24,6 +24,7 @@ def open_prefill(holders: Holders, worker: PooledWorker, targets: list[Holder]) 
                 host=route.kv.host,
                 port=route.kv.port,
                 link=route.kv_link,
+                nixl_port=target.worker.info.nixl_port,
                 epoch=target.reserved.epoch,
                 transfer_id=target.reserved.transfer_id,
                 first_token=target.reserved.hit_tokens,

@@ -1,7 +1,7 @@
 """The KV links of one worker: every link's server over the same incoming transfers, every link's sender, and the choice per push.
 
-The coordinator says what a push may take (the route's link); the worker finds out whether the receiver can be reached that way. Whoever
-cannot be reached over shared memory gets TCP, which is counted and logged.
+The coordinator says what a push may take (the route's link); the worker finds out which of it reaches the receiver. A push that takes
+another link than it was to is counted and logged, with the reason.
 """
 
 from __future__ import annotations
@@ -9,45 +9,70 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from pddbridge.kv_spec import TokenRange
 from pddbridge.links.incoming import Complete, Failed, IncomingTransfers, Place
+from pddbridge.links.nixl import NixlAgent, NixlSender, NixlServer
 from pddbridge.links.shm import ShmSender, ShmServer
 from pddbridge.links.tcp import Handshake, KVSender, KVServer, OutgoingTransfer, SenderCounters, ServerCounters
 
 logger = logging.getLogger(__name__)
 
-LINK_CHOICES: Final = ("auto", "tcp", "shm")
+# What a push may be told to take, and what it then tries, in order.
+_PREFERENCES: Final = {"tcp": ("tcp",), "shm": ("shm", "tcp"), "nixl": ("nixl", "shm", "tcp"), "auto": ("nixl", "shm", "tcp")}
+LINK_CHOICES: Final = tuple(_PREFERENCES)
+
+
+@dataclass(frozen=True)
+class Receiver:
+    """Where a worker receives; ``nixl_port`` 0: not over NIXL. ``epoch``: of its process, its address over shared memory."""
+
+    host: str
+    port: int
+    nixl_port: int
+    epoch: int
 
 
 class KVLinks:
-    """Lives on one event loop. ``place``, ``complete``, ``failed`` as :class:`pddbridge.links.incoming.IncomingTransfers` says."""
+    """Lives on one event loop. ``place``, ``complete``, ``failed`` as :class:`pddbridge.links.incoming.IncomingTransfers` says.
+    ``nixl``: a started agent, which its owner closes after this; None: no NIXL.
+    """
 
-    def __init__(self, handshake: Handshake, place: Place, complete: Complete, failed: Failed) -> None:
+    def __init__(self, handshake: Handshake, place: Place, complete: Complete, failed: Failed, nixl: NixlAgent | None = None) -> None:
         self._tcp_server = KVServer(handshake, place, complete, failed)
         self._shm_server = ShmServer(handshake, self._tcp_server.incoming)
+        self._nixl_server = NixlServer(handshake, self._tcp_server.incoming, nixl) if nixl else None
         self._tcp = KVSender(handshake)
         self._shm = ShmSender(handshake)
-        self._offered: tuple[str, ...] = ()
+        self._nixl = NixlSender(handshake, nixl) if nixl else None
+        self._nixl_port = 0
+        self._offered: list[str] = []
         self._num_opened: Counter[str] = Counter()
         self._fallbacks: Counter[str] = Counter()
 
     async def start(self, host: str, port: int) -> int:
         """Listen for frames on every link that works here; returns the TCP port. Raises OSError when TCP does not."""
         port = await self._tcp_server.start(host, port)
-        self._offered = ("tcp",)
+        self._offered.append("tcp")
         try:
             self._shm_server.start()
-            self._offered = ("shm", "tcp")
+            self._offered.append("shm")
         except OSError as error:
             self._fall_back(f"shm: cannot receive: {error}")
+        if self._nixl_server is not None:
+            self._nixl_port = await self._nixl_server.start(host)
+            self._offered.append("nixl")
         return port
 
     async def close(self) -> None:
         """Senders first: what they cancel is then told to receivers. Fences all transfers."""
-        await self._shm.close()
-        await self._tcp.close()
+        for sender in (self._nixl, self._shm, self._tcp):
+            if sender is not None:
+                await sender.close()
+        if self._nixl_server is not None:
+            await self._nixl_server.close()
         await self._shm_server.close()
         await self._tcp_server.close()
 
@@ -58,7 +83,12 @@ class KVLinks:
     @property
     def offered(self) -> tuple[str, ...]:
         """What frames may come over."""
-        return self._offered
+        return tuple(self._offered)
+
+    @property
+    def nixl_port(self) -> int:
+        """Where senders over NIXL connect; 0: not offered."""
+        return self._nixl_port
 
     @property
     def num_opened(self) -> dict[str, int]:
@@ -73,45 +103,64 @@ class KVLinks:
     @property
     def server_counters(self) -> ServerCounters:
         """Of all links together."""
-        tcp, shm = self._tcp_server.counters, self._shm_server.counters
+        tcp = self._tcp_server.counters
+        others = [server.counters for server in (self._shm_server, self._nixl_server) if server is not None]
         return ServerCounters(
             tcp.bytes_received,
-            tcp.frames_refused + shm.frames_refused,
+            tcp.frames_refused + sum(other.frames_refused for other in others),
             tcp.late_frames_dropped,
-            tcp.handshakes_refused + shm.handshakes_refused,
+            tcp.handshakes_refused + sum(other.handshakes_refused for other in others),
             tcp.num_open,
-            tcp.num_connections + shm.num_connections,
+            tcp.num_connections + sum(other.num_connections for other in others),
         )
 
     @property
     def sender_counters(self) -> SenderCounters:
         """Of all links together."""
-        tcp, shm = self._tcp.counters, self._shm.counters
+        counters = [sender.counters for sender in (self._tcp, self._shm, self._nixl) if sender is not None]
         return SenderCounters(
-            tcp.bytes_sent + shm.bytes_sent,
-            tcp.frames_resent + shm.frames_resent,
-            tcp.connections_opened + shm.connections_opened,
-            tcp.num_open + shm.num_open,
+            sum(c.bytes_sent for c in counters),
+            sum(c.frames_resent for c in counters),
+            sum(c.connections_opened for c in counters),
+            sum(c.num_open for c in counters),
         )
 
     def open(
-        self, link: str, host: str, port: int, epoch: int, transfer_id: int, tokens: TokenRange, on_acked: Callable[[int], None]
+        self, link: str, receiver: Receiver, transfer_id: int, tokens: TokenRange, on_acked: Callable[[int], None]
     ) -> OutgoingTransfer:
         """A transfer over ``link``, one of ``LINK_CHOICES``. Raises ValueError as the links' own ``open`` and for another ``link``."""
         if link not in LINK_CHOICES:
             raise ValueError(f"link: given {link!r}, allowed {list(LINK_CHOICES)}")
-        sender: KVSender | ShmSender = self._tcp
-        if link != "tcp":
-            if self._shm.reaches(epoch):
-                sender = self._shm
-            else:
-                self._fall_back("shm: the receiver is not on this host")
-        transfer = sender.open(host, port, epoch, transfer_id, tokens, on_acked=on_acked)
-        chosen = "shm" if sender is self._shm else "tcp"
+        sender: KVSender | ShmSender | NixlSender = self._tcp
+        port, chosen = receiver.port, "tcp"
+        for name in _PREFERENCES[link]:
+            why_not = self._why_not(name, receiver)
+            if why_not is None:
+                chosen = name
+                break
+            if link != "auto" or self._nixl is not None or name != "nixl":  # an extra that is not installed is no fallback of "auto"
+                self._fall_back(f"{name}: {why_not}")
+        if chosen == "shm":
+            sender = self._shm
+        elif chosen == "nixl" and self._nixl is not None:
+            sender, port = self._nixl, receiver.nixl_port
+        transfer = sender.open(receiver.host, port, receiver.epoch, transfer_id, tokens, on_acked=on_acked)
         self._num_opened[chosen] += 1
-        logger.info("transfer %d to %s:%d: asked for %s, takes %s", transfer_id, host, port, link, chosen)
+        logger.info("transfer %d to %s:%d: asked for %s, takes %s", transfer_id, receiver.host, port, link, chosen)
         return transfer
+
+    def _why_not(self, name: str, receiver: Receiver) -> str | None:
+        """Why ``name`` cannot be taken; None if it can."""
+        if name == "shm":
+            return None if self._shm.reaches(receiver.epoch) else "the receiver is not on this host"
+        if name == "nixl":
+            if self._nixl is None:
+                return "not here"
+            if not receiver.nixl_port:
+                return "not at the receiver"
+            return None if self._nixl.works(receiver.epoch) else "a write has failed before"
+        return None
 
     def _fall_back(self, reason: str) -> None:
         self._fallbacks[reason] += 1
-        logger.warning("kv links: tcp instead of %s", reason)
+        logger.warning("kv links: fell back; %s", reason)

@@ -33,6 +33,7 @@ from pdd.worker.step_loop import THREAD_NAME, EngineFacts, StepLoop
 from pdd.worker.transfers import KVTraffic
 from pddbridge.engine import Engine, EngineConfig, EngineFactory
 from pddbridge.fingerprint import fingerprint
+from pddbridge.links.nixl import NixlAgent, NixlError, installed
 from pddbridge.links.tcp import PROTOCOL_VERSION, Handshake
 from pddbridge.rpc.channel import bind, make_server
 from pddbridge.rpc.gen import worker_pb2_grpc
@@ -103,6 +104,8 @@ async def _run(config: LaunchConfig, worker: WorkerConfig, place: WorkerPlace, c
     step_loop.start()
     stopping = asyncio.create_task(stop.wait())
     traffic: KVTraffic | None = None
+    # While the engine loads: NIXL takes a second, too.
+    nixl = asyncio.create_task(_start_nixl(config, service.epoch))
     try:
         ready = asyncio.wrap_future(step_loop.ready)
         await asyncio.wait((ready, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -110,7 +113,7 @@ async def _run(config: LaunchConfig, worker: WorkerConfig, place: WorkerPlace, c
             return
         facts = _facts(ready)
         semantic = fingerprint(facts.spec, facts.weights_digest, facts.kv_spec)
-        traffic = KVTraffic(Handshake(PROTOCOL_VERSION, semantic, facts.kv_spec, service.epoch, worker.name), step_loop)
+        traffic = KVTraffic(Handshake(PROTOCOL_VERSION, semantic, facts.kv_spec, service.epoch, worker.name), step_loop, await nixl)
         try:
             await traffic.start(place.kv.host, place.kv.port)
         except OSError as error:
@@ -129,8 +132,26 @@ async def _run(config: LaunchConfig, worker: WorkerConfig, place: WorkerPlace, c
         await server.stop(_STOP_GRACE_S)
         if traffic is not None:
             await traffic.close()
+        if (agent := await nixl) is not None:
+            await agent.close()
         step_loop.stop()
         await asyncio.to_thread(step_loop.join, _JOIN_S if traffic is not None else 0.0)
+
+
+async def _start_nixl(config: LaunchConfig, epoch: int) -> NixlAgent | None:
+    """The agent, where the config allows NIXL and it is installed and works."""
+    if config.local_link not in ("auto", "nixl"):
+        return None
+    if not installed():
+        logger.info("nixl is not installed")
+        return None
+    agent = NixlAgent(f"pdd-{epoch:016x}")
+    try:
+        await agent.start()
+    except NixlError:
+        logger.exception("nixl is installed and does not start")
+        return None
+    return agent
 
 
 def _engine_factory(config: LaunchConfig, worker: WorkerConfig, model_dir: Path, cache_dir: Path) -> Callable[[], Engine]:

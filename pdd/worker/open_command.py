@@ -79,5 +79,5 @@ def _parse_targets(message: worker_pb2.Open) -> tuple[tuple[PushSpec, ...], tupl
             raise ValueError(f"push_to[{index}]: given host {to.host!r} port {to.port}, a host and a port from 1 to 65535 are needed")
         if (link := to.link or "tcp") not in LINK_CHOICES:
             raise ValueError(f"push_to[{index}].link: given {to.link!r}, allowed {list(LINK_CHOICES)}")
-        pushes.append(PushSpec(to.target, to.host, to.port, to.epoch, to.transfer_id, TokenRange(to.first_token, stop), link))
+        pushes.append(PushSpec(to.target, to.host, to.port, to.epoch, to.transfer_id, TokenRange(to.first_token, stop), link, to.nixl_port))
     return tuple(pushes), tuple(complete)

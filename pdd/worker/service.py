@@ -99,6 +99,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             num_running=len(self._sessions),
             max_rows=facts.config.max_rows,
             kv_links=runtime.traffic.links.offered,
+            nixl_port=runtime.traffic.links.nixl_port,
         )
 
     async def Ledger(self, request: worker_pb2.LedgerRequest, context: grpc.aio.ServicerContext) -> worker_pb2.LedgerReply:  # noqa: N802

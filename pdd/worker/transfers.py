@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 from pdd.errors import Code
 from pdd.worker import messages as m
-from pdd.worker.kv_links import KVLinks
+from pdd.worker.kv_links import KVLinks, Receiver
 from pdd.worker.step_loop import StepLoop
 from pddbridge.engine import KVBlock
 from pddbridge.kv_spec import TokenRange
+from pddbridge.links.nixl import NixlAgent
 from pddbridge.links.tcp import Handshake, OutgoingTransfer, TransferFailed, TransferReport
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class PushSpec:
     """A receiver and what it lacks, as the coordinator told: positions ``tokens`` to ``transfer_id`` of the process with ``epoch``.
-    ``link``: of :data:`pdd.worker.kv_links.LINK_CHOICES`.
+    ``link``: of :data:`pdd.worker.kv_links.LINK_CHOICES`. ``nixl_port``: 0 if the receiver has none.
     """
 
     target: str
@@ -36,6 +37,7 @@ class PushSpec:
     transfer_id: int
     tokens: TokenRange
     link: str = "tcp"
+    nixl_port: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,13 @@ PushOutcome = Pushed | PushFailed
 
 
 class KVTraffic:
-    """The worker's receiving and sending ends. ``step_loop`` is the one whose engine's KV ``handshake`` describes."""
+    """The worker's receiving and sending ends. ``step_loop`` is the one whose engine's KV ``handshake`` describes. ``nixl`` as
+    :class:`KVLinks` says.
+    """
 
-    def __init__(self, handshake: Handshake, step_loop: StepLoop) -> None:
+    def __init__(self, handshake: Handshake, step_loop: StepLoop, nixl: NixlAgent | None = None) -> None:
         self._step_loop = step_loop
-        self._links = KVLinks(handshake, self._place, self._complete, self._failed)
+        self._links = KVLinks(handshake, self._place, self._complete, self._failed, nixl)
         self._owners: dict[int, str] = {}  # transfer id -> request id
         self._last_id = 0
 
@@ -98,7 +102,8 @@ class KVTraffic:
         def acked(num_bytes: int) -> None:
             self._step_loop.post(m.PushAcknowledged(request_id, spec.target, num_bytes))
 
-        transfer = self._links.open(spec.link, spec.host, spec.port, spec.epoch, spec.transfer_id, spec.tokens, acked)
+        target = Receiver(spec.host, spec.port, spec.nixl_port, spec.epoch)
+        transfer = self._links.open(spec.link, target, spec.transfer_id, spec.tokens, acked)
         return Push(request_id, spec.target, transfer, self._step_loop, ended)
 
     async def _place(self, transfer_id: int, block: KVBlock) -> None:

@@ -15,6 +15,7 @@ from pdd.worker.step_loop import StepLoop
 from pdd.worker.transfers import KVTraffic
 from pddbridge.engine import Engine
 from pddbridge.fingerprint import fingerprint
+from pddbridge.links.nixl import NixlAgent
 from pddbridge.links.tcp import PROTOCOL_VERSION, Handshake
 from pddbridge.rpc.channel import bind, make_server, open_channel
 from pddbridge.rpc.convert import params_to_proto
@@ -36,6 +37,7 @@ class WorkerHarness:
         limits: ExecutorLimits | None = None,
         use_prefix_cache: bool = True,
         check_idle_within_s: float = IDLE_WITHIN_S,
+        with_nixl: bool = False,
     ) -> None:
         self.name = name
         self.crashes: list[BaseException] = []
@@ -43,6 +45,8 @@ class WorkerHarness:
         self._limits = limits
         self._use_prefix_cache = use_prefix_cache
         self._check_idle_within_s = check_idle_within_s
+        self._with_nixl = with_nixl
+        self._nixl: NixlAgent | None = None
 
     async def __aenter__(self) -> WorkerHarness:
         self.service = WorkerService(self.name, secrets.randbelow(2**64 - 1) + 1)
@@ -53,7 +57,11 @@ class WorkerHarness:
         self.step_loop.start()
         facts = await asyncio.wrap_future(self.step_loop.ready)
         semantic = fingerprint(facts.spec, facts.weights_digest, facts.kv_spec)
-        self.traffic = KVTraffic(Handshake(PROTOCOL_VERSION, semantic, facts.kv_spec, self.service.epoch, self.name), self.step_loop)
+        if self._with_nixl:
+            self._nixl = NixlAgent(f"{self.name}-{self.service.epoch:x}")
+            await self._nixl.start()
+        handshake = Handshake(PROTOCOL_VERSION, semantic, facts.kv_spec, self.service.epoch, self.name)
+        self.traffic = KVTraffic(handshake, self.step_loop, self._nixl)
         self.kv_port = await self.traffic.start("127.0.0.1", 0)
         self.server = make_server()
         worker_pb2_grpc.add_WorkerServicer_to_server(self.service, self.server)
@@ -75,6 +83,8 @@ class WorkerHarness:
             await self.channel.close(grace=None)
             await self.server.stop(grace=None)
             await self.traffic.close()
+            if self._nixl is not None:
+                await self._nixl.close()
             self.step_loop.stop()
             assert await asyncio.to_thread(self.step_loop.join, 10.0)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pddbridge.links import nixl
 from pddbridge.sampling_params import SamplingParams
 from tests.support.clients import Streamed, body_of, complete_all
 from tests.support.deployments import ledger, single_engine_runs, worker_address
@@ -88,14 +89,15 @@ def test_direct_pipeline_gives_the_same_tokens(tiny: Running):
     check_moved(answer, 0, len(prompt), GREEDY.max_tokens)
 
 
-def test_kv_takes_shared_memory_within_the_site_and_tcp_between_sites(tiny: Running):
+def test_kv_takes_the_local_link_within_the_site_and_tcp_between_sites(tiny: Running):
     prompt = prompt_of(47, seed=13)
     before = ledger(tiny.deployment, "prefill-0")
     body = body_of(tiny.model, prompt, GREEDY, pipeline="relay", handoff_at=7)
     (answer,) = complete_all(tiny.url, [{**body, "cache_salt": "links"}])
     check_moved(answer, 7, len(prompt), GREEDY.max_tokens)
     after = ledger(tiny.deployment, "prefill-0")
-    assert {link: after.kv_pushes[link] - before.kv_pushes[link] for link in ("shm", "tcp")} == {"shm": 1, "tcp": 1}
+    local = "nixl" if nixl.installed() else "shm"
+    assert {link: after.kv_pushes[link] - before.kv_pushes[link] for link in (local, "tcp")} == {local: 1, "tcp": 1}
     assert dict(after.kv_link_fallbacks) == {}
 
 

@@ -3,8 +3,9 @@ The link's whole interface.
 """
 
 from pddbridge.links.shm_io import reachable, supported
-from pddbridge.links.shm_peer import ShmSettings
 from pddbridge.links.shm_sender import ShmSender
-from pddbridge.links.shm_server import ShmServer, ShmServerCounters
+from pddbridge.links.shm_server import ShmServer
+from pddbridge.links.slot_peer import SlotSettings
+from pddbridge.links.slot_server import SlotServerCounters
 
-__all__ = ["ShmSender", "ShmServer", "ShmServerCounters", "ShmSettings", "reachable", "supported"]
+__all__ = ["ShmSender", "ShmServer", "SlotServerCounters", "SlotSettings", "reachable", "supported"]

@@ -14,10 +14,8 @@ from typing import Final
 
 import numpy as np
 
-from pddbridge.kv_wire import MAX_PAYLOAD_BYTES
+from pddbridge.links.slots import MAX_SLOTS, SLOT_BYTES, FreeSlots
 
-SLOT_BYTES: Final = MAX_PAYLOAD_BYTES
-MAX_SLOTS: Final = 256
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -28,8 +26,7 @@ class Arena:
     """
 
     def __init__(self, num_slots: int) -> None:
-        if not 0 < num_slots <= MAX_SLOTS:
-            raise ValueError(f"Arena.num_slots: given {num_slots}, must be in [1, {MAX_SLOTS}]")
+        self.free = FreeSlots(num_slots)
         self.fd = os.memfd_create("pdd-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, num_slots * SLOT_BYTES)
@@ -39,25 +36,10 @@ class Arena:
             os.close(self.fd)
             raise
         self._slots = np.frombuffer(mapped, np.uint8).reshape(num_slots, SLOT_BYTES)
-        # The slot that was freed last is used next: its lines are still in the cache.
-        self._free = list(range(num_slots - 1, -1, -1))
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
 
     def close_fd(self) -> None:
         """The receiver has its own descriptor by now."""
         os.close(self.fd)
-
-    def take(self) -> int | None:
-        """A free slot, None when there is none."""
-        return self._free.pop() if self._free else None
-
-    def give_back(self, slot: int) -> None:
-        """Nobody reads ``slot`` any more."""
-        assert slot not in self._free, f"slot {slot} given back twice"
-        self._free.append(slot)
 
     def write(self, slot: int, payload: memoryview) -> int:
         """Copy ``payload``, at most SLOT_BYTES, into a taken ``slot``; returns its offset in the arena."""

@@ -2,91 +2,68 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
+import socket
+from collections.abc import AsyncIterator
 
-from pddbridge.kv_handshake import Handshake
-from pddbridge.kv_sender import Sender
-from pddbridge.kv_spec import HeadRange, TokenRange
-from pddbridge.kv_wire import sampled_crc32c
-from pddbridge.links.outgoing import OutgoingTransfer
-from pddbridge.links.schedule import Priority
-from pddbridge.links.shm_io import reachable
-from pddbridge.links.shm_peer import ShmPeer, ShmSettings
-from pddbridge.links.stats import LinkStats
-from pddbridge.links.tcp_sender import SenderCounters
+from pddbridge.kv_handshake import check_welcome, hello, parse_refuse
+from pddbridge.kv_notes import Note
+from pddbridge.kv_wire import REPLY_BYTES, Kind
+from pddbridge.links import shm_io, tcp_io
+from pddbridge.links.shm_arena import Arena
+from pddbridge.links.slot_peer import Carrier, SlottedFrame
+from pddbridge.links.slot_sender import SlotSender
+from pddbridge.links.slots import announce, note_message
 
 
-class ShmSender:
-    """As :class:`pddbridge.links.tcp.KVSender`, to receivers that :func:`pddbridge.links.shm.reachable` finds."""
-
-    def __init__(self, handshake: Handshake, settings: ShmSettings | None = None) -> None:
-        self._handshake = handshake
-        self._settings = settings or ShmSettings()
-        self._peers: dict[int, ShmPeer] = {}
-        self._past = SenderCounters(0, 0, 0, 0)
-        self._closing: set[asyncio.Task[None]] = set()
-
-    @property
-    def counters(self) -> SenderCounters:
-        peers, past = self._peers.values(), self._past
-        return SenderCounters(
-            past.bytes_sent + sum(peer.bytes_sent for peer in peers),
-            past.frames_resent + sum(peer.frames_resent for peer in peers),
-            past.connections_opened + sum(peer.connections_opened for peer in peers),
-            sum(peer.num_live for peer in peers),
-        )
-
-    def open(
-        self,
-        host: str,
-        port: int,
-        receiver_epoch: int,
-        transfer_id: int,
-        tokens: TokenRange,
-        heads: HeadRange | None = None,
-        on_acked: Callable[[int], None] | None = None,
-        *,
-        priority: Priority = Priority.NORMAL,
-    ) -> OutgoingTransfer:
-        """A transfer of ``tokens`` to the receiver with ``receiver_epoch``, which is all its address here; ``host`` and ``port`` are where
-        other links find it. ``heads`` (absolute): only this shard's.
-
-        ``on_acked`` as :class:`OutgoingTransfer` says. Call on the event loop; the connection is opened at once, so that a receiver that is
-        gone is noticed early. Raises ValueError for an empty range or an id in use.
-        """
-        self._retire(receiver_epoch)
-        peer = self._peers.get(receiver_epoch) or ShmPeer(self._handshake, receiver_epoch, self._settings)
-        max_attempts = self._settings.max_attempts
-        machine = Sender(self._handshake.kv_spec, transfer_id, receiver_epoch, tokens, heads, max_attempts, sampled_crc32c)
-        transfer = OutgoingTransfer(machine, peer.offer, self._settings.stall_timeout_s, on_acked, peer.stopped, priority)
-        peer.add(transfer)
-        self._peers[receiver_epoch] = peer
-        return transfer
+class ShmSender(SlotSender):
+    """To receivers that :func:`pddbridge.links.shm_io.reachable` finds. A receiver's epoch is all its address here."""
 
     def reaches(self, epoch: int) -> bool:
         """Whether the receiver with ``epoch`` is on this host, as far as can be told without waiting."""
-        peer = self._peers.get(epoch)
-        return (peer is not None and peer.connected) or reachable(epoch)
+        return self.connected(epoch) or shm_io.reachable(epoch)
 
-    def stats(self) -> dict[int, LinkStats]:
-        """What is known of the link to each receiver, by its epoch."""
-        return {epoch: peer.stats for epoch, peer in self._peers.items()}
+    async def _connect(self, host: str, port: int, epoch: int) -> Carrier:
+        sock = await shm_io.connect(epoch)
+        try:
+            arena = Arena(self._settings.num_slots)
+            try:
+                await shm_io.send_hello(sock, hello(self._handshake, epoch), arena.fd)
+            finally:
+                arena.close_fd()
+            kind, body = await tcp_io.receive_message(sock, ("welcome", "refuse"))
+            if kind is Kind.REFUSE:
+                raise parse_refuse(body)
+            check_welcome(body, self._handshake, epoch)
+        except BaseException:  # cancellation as well: the socket has no owner yet
+            sock.close()
+            raise
+        return _ShmCarrier(sock, arena)
+
+
+class _ShmCarrier:
+    """See :class:`Carrier`."""
+
+    def __init__(self, sock: socket.socket, arena: Arena) -> None:
+        self._sock = sock
+        self._arena = arena
+
+    @property
+    def num_free(self) -> int:
+        return len(self._arena.free)
+
+    def take(self) -> int:
+        return self._arena.free.take()
+
+    def give_back(self, slot: int) -> None:
+        self._arena.free.give_back(slot)
+
+    async def send(self, notes: list[Note], frames: list[SlottedFrame]) -> None:
+        messages = [note_message(note) for note in notes]
+        messages += [announce(frame.header, self._arena.write(frame.slot, frame.payload)) for frame in frames]
+        await tcp_io.send(self._sock, b"".join(messages), memoryview(b""))
+
+    def replies(self) -> AsyncIterator[list[bytes]]:
+        return shm_io.records(self._sock, REPLY_BYTES)
 
     async def close(self) -> None:
-        """Cancel live transfers, close connections."""
-        await asyncio.gather(*(peer.close() for peer in self._peers.values()), *self._closing)
-
-    def _retire(self, receiver_epoch: int) -> None:
-        """Forget receivers that are gone: nothing is sent to them any more and their connection has ended."""
-        for epoch in [e for e, peer in self._peers.items() if e != receiver_epoch and not peer.num_live and not peer.connected]:
-            peer, past = self._peers.pop(epoch), self._past
-            self._past = SenderCounters(
-                past.bytes_sent + peer.bytes_sent,
-                past.frames_resent + peer.frames_resent,
-                past.connections_opened + peer.connections_opened,
-                0,
-            )
-            task = asyncio.get_running_loop().create_task(peer.close())
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+        self._sock.close()

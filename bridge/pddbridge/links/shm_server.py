@@ -1,218 +1,49 @@
-"""The receiving end of the shared-memory link in one process. What frames mean is ``incoming``'s, shared with the process's other links."""
+"""The receiving end of the shared-memory link: takes frames from senders of this host and user."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import logging
 import socket
-import struct
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 
-from pddbridge.engine import KVBlock
-from pddbridge.kv_handshake import Handshake, HandshakeError, check_hello, refuse, welcome
-from pddbridge.kv_notes import NOTE_BYTES, Note, StopReason, decode_note
-from pddbridge.kv_wire import (
-    FRAME_HEADER_BYTES,
-    FrameHeader,
-    Kind,
-    Reply,
-    WireError,
-    WireFault,
-    block_of,
-    check_prefix,
-    decode_frame_header,
-    empty_values,
-    encode_reply,
-    sampled_crc32c,
-)
-from pddbridge.links import shm_io, tcp_io
-from pddbridge.links.incoming import IncomingTransfers
+from pddbridge.kv_wire import WireError, WireFault
+from pddbridge.links import shm_io
 from pddbridge.links.shm_arena import map_arena
-
-log = logging.getLogger(__name__)
-
-# Every message of a sender has one size: a frame's header, then where its payload lies in the arena; or a note, filled up with zeros.
-OFFSET: Final = struct.Struct("<Q")
-MESSAGE_BYTES: Final = FRAME_HEADER_BYTES + OFFSET.size
+from pddbridge.links.slot_server import Landing, SlotServer
+from pddbridge.links.slots import MESSAGE_BYTES
 
 
 @dataclass(frozen=True)
-class ShmServerCounters:
-    """Since the start. ``frames_refused``: bad checksum, format or place in the arena. ``num_connections``: now."""
+class _Mapped:
+    """An arena that its sender shared. It lives as long as somebody reads it."""
 
-    frames_refused: int
-    handshakes_refused: int
-    num_connections: int
+    memory: np.ndarray
+    sock: socket.socket
+
+    def messages(self) -> AsyncIterator[list[bytes]]:
+        return shm_io.records(self.sock, MESSAGE_BYTES)
+
+    async def close(self) -> None:
+        return None
 
 
-class ShmServer:
-    """Takes frames from senders of this host and user. Blocks are placed straight from the arena: their values are good until ``place``
-    returns. At most ``max_placing`` frames per connection are answered at once.
-    """
-
-    def __init__(
-        self,
-        handshake: Handshake,
-        incoming: IncomingTransfers,
-        *,
-        max_placing: int = 16,
-        max_connections: int = 64,
-        handshake_timeout_s: float = 10.0,
-    ) -> None:
-        self._handshake = handshake
-        self._incoming = incoming
-        self._max_placing = max_placing
-        self._max_connections = max_connections
-        self._handshake_timeout_s = handshake_timeout_s
-        self._listener: socket.socket | None = None
-        self._accepting: asyncio.Task[None] | None = None
-        self._connections: set[asyncio.Task[None]] = set()
-        self._frames_refused = 0
-        self._handshakes_refused = 0
-
-    @property
-    def counters(self) -> ShmServerCounters:
-        return ShmServerCounters(self._frames_refused, self._handshakes_refused, len(self._connections))
+class ShmServer(SlotServer):
+    """See :class:`SlotServer`."""
 
     def start(self) -> None:
         """Listen under the handshake's epoch. Raises OSError, also where the platform lacks the link."""
         if not shm_io.supported():
             raise OSError("shared-memory link: this platform has no memfd or no peer credentials")
-        self._listener = shm_io.listen(self._handshake.epoch)
-        self._accepting = asyncio.create_task(self._accept(self._listener), name="kv-shm-accept")
+        self._listen(shm_io.listen(self._handshake.epoch))
 
-    async def close(self) -> None:
-        """Stop listening, drop connections. The transfers are the owner's to fence."""
-        tasks = [*self._connections, *([self._accepting] if self._accepting else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        if self._listener is not None:
-            self._listener.close()
-
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, _ = await loop.sock_accept(listener)
-            except OSError as error:  # out of descriptors: those in use will end, the listener must not
-                log.error("kv shm server: cannot accept: %s", error)
-                await asyncio.sleep(0.1)
-                continue
-            if len(self._connections) >= self._max_connections:
-                log.error("kv shm server: a connection refused, %d are open", len(self._connections))
-                sock.close()
-                continue
-            self._begin(sock)
-
-    def _begin(self, sock: socket.socket) -> None:
-        # Not in the loop of `_accept`: its frame would keep the last connection, and through it an arena.
-        task = asyncio.create_task(self._serve(sock), name="kv-shm-connection")
-        self._connections.add(task)
-        task.add_done_callback(self._connections.discard)
-
-    async def _serve(self, sock: socket.socket) -> None:
-        """One connection, to its end."""
-        answering: set[asyncio.Task[None]] = set()
-        replies = Replies(sock)
-        try:
-            sock.setblocking(False)
-            shm_io.check_user(sock)
-            async with asyncio.timeout(self._handshake_timeout_s):
-                arena = await self._greet(sock)
-            await self._receive_frames(sock, arena, replies, answering)
-        except HandshakeError as error:
-            self._handshakes_refused += 1
-            log.error("kv shm server: handshake refused: %s", error)
-        except WireError as error:
-            self._frames_refused += 1
-            log.error("kv shm server: connection dropped: %s", error)
-        except (OSError, TimeoutError) as error:
-            if not (isinstance(error, tcp_io.ConnectionClosedError) and error.clean):
-                log.warning("kv shm server: connection broken: %r", error)
-        finally:
-            # Writers that were started go on: they hold the mapping, and a fence waits for them.
-            tasks = [*answering, *replies.tasks]
-            for task in tasks:
-                task.cancel()
-            # Nobody may wait on the descriptor when it is closed: its number is reused at once. A second cancellation must not stop this.
-            ended = asyncio.gather(*tasks, return_exceptions=True)
-            ended.add_done_callback(lambda _: sock.close())
-            await asyncio.shield(ended)
-
-    async def _greet(self, sock: socket.socket) -> np.ndarray:
-        """The arena of a sender that agrees with us."""
+    async def _admit(self, sock: socket.socket) -> Landing:
+        shm_io.check_user(sock)
         body, fd = await shm_io.receive_hello(sock)
         try:
             arena = map_arena(fd)
         except (ValueError, OSError) as error:
             raise WireError(WireFault.BODY, str(error)) from error
-        try:
-            check_hello(body, self._handshake)
-        except HandshakeError as error:
-            await tcp_io.send(sock, refuse(error), memoryview(b""))
-            raise
-        await tcp_io.send(sock, welcome(self._handshake), memoryview(b""))
-        return arena
-
-    async def _receive_frames(self, sock: socket.socket, arena: np.ndarray, replies: Replies, answering: set[asyncio.Task[None]]) -> None:
-        slots = asyncio.Semaphore(self._max_placing)
-        async for messages in shm_io.records(sock, MESSAGE_BYTES):
-            for message in messages:
-                if check_prefix(message, (Kind.FRAME, Kind.STOP)) is Kind.STOP:
-                    self._stop(decode_note(message[:NOTE_BYTES], (Kind.STOP,)))
-                    continue
-                await slots.acquire()
-                task = asyncio.create_task(self._answer(replies, *self._read(message, arena)))
-                answering.add(task)
-                task.add_done_callback(answering.discard)
-                task.add_done_callback(lambda _: slots.release())
-            # What is there already is read without yielding: let others have the loop.
-            await asyncio.sleep(0)
-
-    def _stop(self, note: Note) -> None:
-        self._incoming.stopped(note.transfer_id, note.epoch, StopReason(note.value).name.lower())
-
-    def _read(self, announcement: bytes, arena: np.ndarray) -> tuple[FrameHeader, KVBlock | None]:
-        """A checked frame; no block if nobody wants it. Raises WireError."""
-        header = decode_frame_header(announcement[:FRAME_HEADER_BYTES], self._handshake.kv_spec)
-        (offset,) = OFFSET.unpack_from(announcement, FRAME_HEADER_BYTES)
-        if offset > len(arena) - header.payload_bytes:
-            raise WireError(WireFault.SIZE, f"payload of {header.payload_bytes} bytes at {offset}, the arena has {len(arena)}")
-        if not self._incoming.wants(header):
-            return header, None
-        like = empty_values(header, self._handshake.kv_spec)
-        values = arena[offset : offset + header.payload_bytes].view(like.dtype).reshape(like.shape)
-        return header, block_of(header, self._handshake.kv_spec, values, sampled_crc32c)
-
-    async def _answer(self, replies: Replies, header: FrameHeader, block: KVBlock | None) -> None:
-        replies.put(await self._incoming.accept(header, block))
-
-
-class Replies:
-    """Sends what was put since the last time at once: waking the sender costs more than a frame's bookkeeping."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._pending: list[bytes] = []
-        self._flushing: asyncio.Task[None] | None = None
-
-    def put(self, reply: Reply) -> None:
-        self._pending.append(encode_reply(reply))
-        if self._flushing is None or self._flushing.done():
-            self._flushing = asyncio.create_task(self._flush())
-
-    @property
-    def tasks(self) -> list[asyncio.Task[None]]:
-        """To be cancelled before the socket is closed."""
-        return [] if self._flushing is None else [self._flushing]
-
-    async def _flush(self) -> None:
-        with contextlib.suppress(OSError):  # broken: the reading side of the connection sees it too, and the sender will send again
-            while self._pending:
-                taken, self._pending = self._pending, []
-                await tcp_io.send(self._sock, b"".join(taken), memoryview(b""))
+        await self._greet(sock, body)
+        return _Mapped(arena, sock)

@@ -28,15 +28,15 @@ from pddbridge.kv_wire import Kind, encode_frame_header, frame_of, payload_view,
 from pddbridge.links import shm_io, tcp_io
 from pddbridge.links.outgoing import OutgoingTransfer
 from pddbridge.links.schedule import Priority
-from pddbridge.links.shm import ShmSender, ShmServer, ShmSettings, reachable
-from pddbridge.links.shm_arena import SLOT_BYTES, Arena, map_arena
-from pddbridge.links.shm_server import OFFSET
+from pddbridge.links.shm import ShmSender, ShmServer, SlotSettings, reachable
+from pddbridge.links.shm_arena import Arena, map_arena
+from pddbridge.links.slots import SLOT_BYTES, announce
 from pddbridge.links.tcp import Handshake, KVSender, KVServer, TransferFailed, TransferReport
 from tests.support.kv import blocks_of, canary_pool, fill_slowly, random_planes, same_pools
-from tests.support.shm_child import PLACED_FIRST, PLANES, SENDER, SPEC, TOKENS, TRANSFER_ID
+from tests.support.slot_link_child import PLACED_FIRST, PLANES, SENDER, SPEC, TOKENS, TRANSFER_ID
 
 ROOT = Path(__file__).parents[3]
-FEW = ShmSettings(num_slots=3, backoff_s=0.01)
+FEW = SlotSettings(num_slots=3, backoff_s=0.01)
 
 
 @dataclass
@@ -97,7 +97,7 @@ async def receiving(**changes: object) -> AsyncIterator[Target]:
 
 
 @asynccontextmanager
-async def sending(settings: ShmSettings | None = None, handshake: Handshake = SENDER) -> AsyncIterator[ShmSender]:
+async def sending(settings: SlotSettings | None = None, handshake: Handshake = SENDER) -> AsyncIterator[ShmSender]:
     sender = ShmSender(handshake, settings)
     try:
         yield sender
@@ -138,7 +138,7 @@ def num_arenas() -> int:
 
 @asynccontextmanager
 async def child(role: str, epoch: int) -> AsyncIterator[asyncio.subprocess.Process]:
-    argv = (sys.executable, "-m", "tests.support.shm_child", role, str(epoch))
+    argv = (sys.executable, "-m", "tests.support.slot_link_child", role, "shm", str(epoch))
     process = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE, cwd=ROOT)
     try:
         yield process
@@ -156,7 +156,7 @@ async def says(process: asyncio.subprocess.Process, word: str) -> None:
 def drop_connections() -> None:
     """As if every connection broke at its receiving end."""
     for task in asyncio.all_tasks():
-        if task.get_name() == "kv-shm-connection":
+        if task.get_name() == "kv-slots-connection":
             task.cancel()
 
 
@@ -441,11 +441,9 @@ async def raw_connection(target: Target, arena: Arena) -> socket.socket:
 
 def announcement(target: Target, arena: Arena, offset: int | None = None) -> bytes:
     block = next(blocks_of(SPEC, PLANES, TokenRange(5, 9)))
-    slot = arena.take()
-    assert slot is not None
-    placed_at = arena.write(slot, payload_view(block.values))
+    placed_at = arena.write(arena.free.take(), payload_view(block.values))
     header = frame_of(SPEC, 1, target.epoch, 0, block, sampled_crc32c)
-    return encode_frame_header(header) + OFFSET.pack(placed_at if offset is None else offset)
+    return announce(encode_frame_header(header), placed_at if offset is None else offset)
 
 
 async def closed(sock: socket.socket) -> None:
@@ -471,9 +469,7 @@ async def test_a_slot_that_holds_another_frame_is_noticed() -> None:
         arena = Arena(2)
         sock = await raw_connection(target, arena)
         message = announcement(target, arena)
-        await tcp_io.send(sock, message[:-8] + OFFSET.pack(SLOT_BYTES), memoryview(b""))
-        other = arena.take()
-        assert other is not None
+        await tcp_io.send(sock, announce(message[:-8], SLOT_BYTES), memoryview(b""))
         await closed(sock)
         assert (target.shm.counters.frames_refused, target.num_placed) == (1, 0)
         sock = await raw_connection(target, arena := Arena(2))
@@ -554,7 +550,7 @@ async def test_a_sender_killed_half_way_leaves_nothing() -> None:
 async def test_a_receiver_killed_half_way_fails_the_transfer_and_leaves_nothing() -> None:
     before, epoch = num_arenas(), secrets.randbits(64)
     async with sending(FEW) as sender, child("receive", epoch) as process:
-        await says(process, "listening")
+        await says(process, "listening 0")
         transfer = sender.open("127.0.0.1", 1, epoch, TRANSFER_ID, TOKENS)
         push_in_chunks(transfer, chunk=1)
         await says(process, "placing")

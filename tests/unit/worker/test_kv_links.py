@@ -24,7 +24,7 @@ async def push(prefill: WorkerHarness, receiver: WorkerHarness, link: str, promp
     """The receiver's stream, its KV complete."""
     stream = receiver.attach().open(f"r-{link}", prompt, transfer=True, max_tokens=4, tenant=link)
     target = receiver.target((await stream.until("reserved")).reserved)
-    target.link = link
+    target.link, target.nixl_port = link, (await receiver.stub.Info(worker_pb2.InfoRequest())).nixl_port
     sender = prefill.attach().open(f"r-{link}", prompt, decode=False, push_to=[target], tenant=link)
     pushed = (await sender.until("pushed")).pushed
     assert (pushed.tokens, pushed.bytes) == (len(prompt) - 1, (len(prompt) - 1) * KV_SPEC.bytes_per_token)
@@ -42,7 +42,7 @@ async def test_kv_takes_the_link_that_was_asked_for(link: str, takes: str) -> No
         assert (dict(ledger.kv_pushes), dict(ledger.kv_link_fallbacks)) == ({takes: 1}, {})
         assert ledger.kv_bytes_sent == (await main.ledger()).kv_bytes_received == 22 * KV_SPEC.bytes_per_token
         info = await main.stub.Info(worker_pb2.InfoRequest())
-        assert list(info.kv_links) == ["shm", "tcp"]
+        assert list(info.kv_links) == ["tcp", "shm"]
         await stream.half_close()
 
 
@@ -66,6 +66,34 @@ async def test_a_receiver_elsewhere_gets_its_kv_over_tcp_and_the_fallback_is_cou
             await main.__aexit__(None, None, None)
 
 
+@pytest.mark.parametrize(("link", "takes"), [("auto", "nixl"), ("nixl", "nixl"), ("shm", "shm"), ("tcp", "tcp")])
+async def test_nixl_is_taken_where_both_have_it(link: str, takes: str) -> None:
+    pytest.importorskip("nixl_cu13", reason="the optional extra nixl is not installed")
+    async with (
+        WorkerHarness("prefill", FakeEngine, with_nixl=True) as prefill,
+        WorkerHarness("main", FakeEngine, with_nixl=True) as main,
+        WorkerHarness("without", FakeEngine) as without,
+    ):
+        for receiver in (main, without):
+            stream = await push(prefill, receiver, link)
+            assert await stream.tokens(4) == expected_log(PROMPT, 4)
+            await stream.half_close()
+        ledger = await prefill.ledger()
+        if takes == "nixl":
+            assert dict(ledger.kv_pushes) == {"nixl": 1, "shm": 1}
+            assert dict(ledger.kv_link_fallbacks) == {"nixl: not at the receiver": 1}
+        else:
+            assert (dict(ledger.kv_pushes), dict(ledger.kv_link_fallbacks)) == ({takes: 2}, {})
+        assert list((await main.stub.Info(worker_pb2.InfoRequest())).kv_links) == ["tcp", "shm", "nixl"]
+
+
+async def test_nixl_that_is_asked_for_and_not_here_is_a_fallback() -> None:
+    async with WorkerHarness("prefill", FakeEngine) as prefill, WorkerHarness("main", FakeEngine) as main:
+        await (await push(prefill, main, "nixl")).half_close()
+        ledger = await prefill.ledger()
+        assert (dict(ledger.kv_pushes), dict(ledger.kv_link_fallbacks)) == ({"shm": 1}, {"nixl: not here": 1})
+
+
 async def test_an_unknown_link_is_refused() -> None:
     async with WorkerHarness("prefill", FakeEngine) as prefill:
         target = worker_pb2.PushTarget(target="main", host="h", port=1, epoch=1, transfer_id=1, link="pigeon")
@@ -73,7 +101,7 @@ async def test_an_unknown_link_is_refused() -> None:
             await prefill.attach().open("r", PROMPT, push_to=[target]).next()
 
 
-@pytest.mark.parametrize("choice", ["auto", "shm", "tcp"])
+@pytest.mark.parametrize("choice", ["auto", "nixl", "shm", "tcp"])
 def test_only_routes_within_a_site_take_the_local_link(choice: str, tmp_path: Path) -> None:
     config = LaunchConfig.model_validate({**launch_config("tiny").model_dump(), "local_link": choice})
     topology = plan_topology(config)

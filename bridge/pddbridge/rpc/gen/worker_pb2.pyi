@@ -22,7 +22,7 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("name", "engine", "device", "epoch", "fingerprint", "model_name", "ready", "page_size", "num_pages", "max_context_tokens", "kv_bytes_per_token", "vocab_size", "kv_dtype", "layout", "num_running", "max_rows", "kv_links")
+    __slots__ = ("name", "engine", "device", "epoch", "fingerprint", "model_name", "ready", "page_size", "num_pages", "max_context_tokens", "kv_bytes_per_token", "vocab_size", "kv_dtype", "layout", "num_running", "max_rows", "kv_links", "nixl_port")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +40,7 @@ class WorkerInfo(_message.Message):
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
     KV_LINKS_FIELD_NUMBER: _ClassVar[int]
+    NIXL_PORT_FIELD_NUMBER: _ClassVar[int]
     name: str
     engine: str
     device: str
@@ -57,7 +58,8 @@ class WorkerInfo(_message.Message):
     num_running: int
     max_rows: int
     kv_links: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., engine: _Optional[str] = ..., device: _Optional[str] = ..., epoch: _Optional[int] = ..., fingerprint: _Optional[str] = ..., model_name: _Optional[str] = ..., ready: _Optional[bool] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., vocab_size: _Optional[int] = ..., kv_dtype: _Optional[str] = ..., layout: _Optional[str] = ..., num_running: _Optional[int] = ..., max_rows: _Optional[int] = ..., kv_links: _Optional[_Iterable[str]] = ...) -> None: ...
+    nixl_port: int
+    def __init__(self, name: _Optional[str] = ..., engine: _Optional[str] = ..., device: _Optional[str] = ..., epoch: _Optional[int] = ..., fingerprint: _Optional[str] = ..., model_name: _Optional[str] = ..., ready: _Optional[bool] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., vocab_size: _Optional[int] = ..., kv_dtype: _Optional[str] = ..., layout: _Optional[str] = ..., num_running: _Optional[int] = ..., max_rows: _Optional[int] = ..., kv_links: _Optional[_Iterable[str]] = ..., nixl_port: _Optional[int] = ...) -> None: ...
 
 class LedgerRequest(_message.Message):
     __slots__ = ()
@@ -163,7 +165,7 @@ class Open(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., kv_source: _Optional[_Union[KvSource, str]] = ..., push_to: _Optional[_Iterable[_Union[PushTarget, _Mapping]]] = ..., decode: _Optional[bool] = ..., log_ids: _Optional[_Iterable[int]] = ..., timeout_s: _Optional[float] = ..., max_propose_tokens: _Optional[int] = ...) -> None: ...
 
 class PushTarget(_message.Message):
-    __slots__ = ("target", "host", "port", "epoch", "transfer_id", "first_token", "link")
+    __slots__ = ("target", "host", "port", "epoch", "transfer_id", "first_token", "link", "nixl_port")
     TARGET_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     PORT_FIELD_NUMBER: _ClassVar[int]
@@ -171,6 +173,7 @@ class PushTarget(_message.Message):
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     LINK_FIELD_NUMBER: _ClassVar[int]
+    NIXL_PORT_FIELD_NUMBER: _ClassVar[int]
     target: str
     host: str
     port: int
@@ -178,7 +181,8 @@ class PushTarget(_message.Message):
     transfer_id: int
     first_token: int
     link: str
-    def __init__(self, target: _Optional[str] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., epoch: _Optional[int] = ..., transfer_id: _Optional[int] = ..., first_token: _Optional[int] = ..., link: _Optional[str] = ...) -> None: ...
+    nixl_port: int
+    def __init__(self, target: _Optional[str] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., epoch: _Optional[int] = ..., transfer_id: _Optional[int] = ..., first_token: _Optional[int] = ..., link: _Optional[str] = ..., nixl_port: _Optional[int] = ...) -> None: ...
 
 class Ingest(_message.Message):
     __slots__ = ("position", "token_ids", "decode")

@@ -1,25 +1,26 @@
-"""One receiver of this host as a sender sees it: one connection, one arena, turns between transfers, sending again after a break."""
+"""One receiver as the sender of a slot link sees it: one connection, turns between transfers, sending again after a break.
+
+A slot link (shared memory, NIXL) carries payloads through memory that is cut into slots of one frame, and headers, notes and replies as
+messages. What differs between such links is a :class:`Carrier`. A slot is free again once its frame was answered, never earlier.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
-from pddbridge.kv_handshake import Handshake, HandshakeError, check_welcome, hello, parse_refuse
-from pddbridge.kv_notes import Note, StopReason, encode_note
+from pddbridge.kv_handshake import HandshakeError
+from pddbridge.kv_notes import Note, StopReason
 from pddbridge.kv_sender import OutgoingFrame
 from pddbridge.kv_transfer import FailureCode, TransferFailed
-from pddbridge.kv_wire import REPLY_BYTES, Kind, Reply, WireError, decode_reply, encode_frame_header, payload_view
-from pddbridge.links import shm_io, tcp_io
+from pddbridge.kv_wire import Kind, Reply, WireError, decode_reply, encode_frame_header, payload_view
 from pddbridge.links.outgoing import OutgoingTransfer
 from pddbridge.links.schedule import Turns
-from pddbridge.links.shm_arena import MAX_SLOTS, Arena
-from pddbridge.links.shm_server import MESSAGE_BYTES, OFFSET
+from pddbridge.links.slots import MAX_SLOTS
 from pddbridge.links.stats import GoodputMeter, LinkStats, RoundTrip
 
 log = logging.getLogger(__name__)
@@ -33,10 +34,10 @@ _FAREWELL_S: Final = 0.5
 
 
 @dataclass(frozen=True)
-class ShmSettings:
-    """``num_slots``: frames under way to one receiver, 1 MiB of shared memory each: the sender's credit. ``max_attempts``: times a frame is
-    sent, and failures in a row without progress, before transfers fail. A connection on one host breaks only when a process ends, so few
-    and quick ones do. ``stall_timeout_s`` as :class:`OutgoingTransfer` says. ``connect_timeout_s`` covers the handshake.
+class SlotSettings:
+    """``num_slots``: frames under way to one receiver, 1 MiB of memory each: the sender's credit. ``max_attempts``: times a frame is
+    sent, and failures in a row without progress, before transfers fail. A connection within a site breaks when a process ends, hardly
+    otherwise, so few and quick ones do. ``stall_timeout_s`` as :class:`OutgoingTransfer` says. ``connect_timeout_s`` covers the handshake.
     """
 
     num_slots: int = 16
@@ -48,20 +49,56 @@ class ShmSettings:
     def __post_init__(self) -> None:
         for field in ("num_slots", "stall_timeout_s", "connect_timeout_s", "max_attempts"):
             if getattr(self, field) <= 0:
-                raise ValueError(f"ShmSettings.{field}: given {getattr(self, field)}, must be above 0")
+                raise ValueError(f"SlotSettings.{field}: given {getattr(self, field)}, must be above 0")
         if self.num_slots > MAX_SLOTS:
-            raise ValueError(f"ShmSettings.num_slots: given {self.num_slots}, allowed at most {MAX_SLOTS}")
+            raise ValueError(f"SlotSettings.num_slots: given {self.num_slots}, allowed at most {MAX_SLOTS}")
 
 
-class ShmPeer:
+@dataclass(frozen=True)
+class SlottedFrame:
+    """A frame that has a slot."""
+
+    slot: int
+    header: bytes
+    payload: memoryview
+
+
+class Carrier(Protocol):
+    """An open connection with the handshake done. Its memory ends with it: a receiver that still reads a slot keeps the memory, and
+    nobody writes there any more.
+    """
+
+    @property
+    def num_free(self) -> int: ...
+
+    def take(self) -> int:
+        """A free slot; there is one."""
+
+    def give_back(self, slot: int) -> None:
+        """Nobody reads ``slot`` any more."""
+
+    async def send(self, notes: list[Note], frames: list[SlottedFrame]) -> None:
+        """Raises OSError when the connection is broken."""
+
+    def replies(self) -> AsyncIterator[list[bytes]]:
+        """REPLY_BYTES each. Raises OSError when the connection is broken."""
+
+    async def close(self) -> None: ...
+
+
+# Raises HandshakeError, WireError or OSError.
+Connect = Callable[[], Awaitable[Carrier]]
+
+
+class SlotPeer:
     """The receiver with ``epoch``. The connection is opened when a transfer is, and then stays."""
 
-    def __init__(self, handshake: Handshake, epoch: int, settings: ShmSettings) -> None:
+    def __init__(self, epoch: int, connect: Connect, settings: SlotSettings) -> None:
         self.bytes_sent = 0
         self.frames_resent = 0
         self.connections_opened = 0
         self.connected = False
-        self._handshake = handshake
+        self._connect = connect
         self._epoch = epoch
         self._settings = settings
         self._loop = asyncio.get_running_loop()
@@ -90,7 +127,7 @@ class ShmPeer:
             raise ValueError(f"transfer_id: {transfer.transfer_id} is in use")
         self._transfers[transfer.transfer_id] = transfer
         if self._task is None:
-            self._task = asyncio.create_task(self._run(), name=f"kv-shm-to-{self._epoch:x}")
+            self._task = asyncio.create_task(self._run(), name=f"kv-slots-to-{self._epoch:x}")
         self._work.set()
 
     def offer(self, transfer: OutgoingTransfer) -> None:
@@ -155,7 +192,7 @@ class ShmPeer:
             try:
                 end = await self._use_one_connection()
             except HandshakeError as error:
-                log.error("kv shm sender: epoch %x: handshake refused: %s", self._epoch, error)
+                log.error("kv slot sender: epoch %x: handshake refused: %s", self._epoch, error)
                 code: FailureCode = "UNAVAILABLE" if error.field == "receiver_epoch" else "INVALID_ARGUMENT"
                 self._fail_all(TransferFailed(code, f"handshake refused: {error}"))
                 continue
@@ -165,9 +202,9 @@ class ShmPeer:
                 failures = 0
             if end.failed:
                 failures += 1
-                log.warning("kv shm sender: epoch %x: failure %d: %s", self._epoch, failures, end.why)
+                log.warning("kv slot sender: epoch %x: failure %d: %s", self._epoch, failures, end.why)
                 if failures >= self._settings.max_attempts:
-                    self._fail_all(TransferFailed("UNAVAILABLE", f"shared memory: failed {failures} times in a row, last: {end.why}"))
+                    self._fail_all(TransferFailed("UNAVAILABLE", f"failed {failures} times in a row, last: {end.why}"))
                     failures = 0
                 else:
                     await asyncio.sleep(self._settings.backoff_s * 2 ** (failures - 1))
@@ -175,7 +212,9 @@ class ShmPeer:
     async def _use_one_connection(self) -> ConnectionEnd:
         """Open one and use it until it breaks: its arena is not kept longer. Raises HandshakeError, WireError, OSError."""
         async with asyncio.timeout(self._settings.connect_timeout_s):
-            connection = await self._connect()
+            asked_at = self._loop.time()
+            connection = _Connection(self, await self._connect())
+            self._round_trip.measured(self._loop.time() - asked_at)
         self.connections_opened += 1
         self.connected = True
         try:
@@ -190,26 +229,6 @@ class ShmPeer:
         self._turns.clear()
         self._farewells.clear()
 
-    async def _connect(self) -> _Connection:
-        """A connection with the handshake done and its arena shared. Raises HandshakeError, WireError or OSError."""
-        sock = await shm_io.connect(self._epoch)
-        try:
-            arena = Arena(self._settings.num_slots)
-            sent_at = self._loop.time()
-            try:
-                await shm_io.send_hello(sock, hello(self._handshake, self._epoch), arena.fd)
-            finally:
-                arena.close_fd()
-            kind, body = await tcp_io.receive_message(sock, ("welcome", "refuse"))
-            self._round_trip.measured(self._loop.time() - sent_at)
-            if kind is Kind.REFUSE:
-                raise parse_refuse(body)
-            check_welcome(body, self._handshake, self._epoch)
-        except BaseException:  # cancellation as well: the socket has no owner yet
-            sock.close()
-            raise
-        return _Connection(self, sock, arena)
-
 
 @dataclass(frozen=True)
 class ConnectionEnd:
@@ -221,16 +240,13 @@ class ConnectionEnd:
 
 
 class _Connection:
-    """One open connection: copies what the peer gives into slots, announces it, matches replies; in the end hands back what was not
-    acknowledged. Its arena ends with it: a receiver that still reads a slot keeps the memory, and nobody writes there any more.
-    """
+    """One open connection: gives frames slots, sends them, matches replies; in the end hands back what was not acknowledged."""
 
-    def __init__(self, peer: ShmPeer, sock: socket.socket, arena: Arena) -> None:
+    def __init__(self, peer: SlotPeer, carrier: Carrier) -> None:
         self._progressed = False
         self._opened_at = asyncio.get_running_loop().time()
         self._peer = peer
-        self._sock = sock
-        self._arena = arena
+        self._carrier = carrier
         self._slot_free = asyncio.Event()
         self._in_flight: dict[tuple[int, int], tuple[OutgoingTransfer, int]] = {}
 
@@ -243,13 +259,13 @@ class _Connection:
             error = next(iter(done)).exception()
             why = repr(error)
             if not isinstance(error, OSError | WireError):
-                log.error("kv shm sender: a connection ended by a mistake of ours", exc_info=error)
+                log.error("kv slot sender: a connection ended by a mistake of ours", exc_info=error)
         finally:
             # Nobody may wait on the descriptor when it is closed: its number is reused at once.
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._sock.close()
+            await self._carrier.close()
             lost, self._in_flight = self._in_flight, {}
             for (_, sequence), (transfer, _) in lost.items():
                 transfer.lost(sequence, why)
@@ -258,46 +274,39 @@ class _Connection:
 
     async def _write(self) -> None:
         while True:
-            messages = [encode_note(note).ljust(MESSAGE_BYTES, b"\0") for note in self._peer.take_farewells()]
-            messages += [self._announce(*taken) for taken in self._take_frames()]
-            if not messages:
-                await (self._peer.wait_for_work() if self._arena.num_free else self._slot_free.wait())
+            notes, frames = self._peer.take_farewells(), list(self._take_frames())
+            if not (notes or frames):
+                await (self._peer.wait_for_work() if self._carrier.num_free else self._slot_free.wait())
                 continue
-            await tcp_io.send(self._sock, b"".join(messages), memoryview(b""))
-            # A send that the kernel takes at once does not yield; without this a long transfer would hold up the loop.
+            await self._carrier.send(notes, frames)
+            # A send that is taken at once does not yield; without this a long transfer would hold up the loop.
             await asyncio.sleep(0)
 
-    def _take_frames(self) -> Iterator[tuple[OutgoingTransfer, OutgoingFrame]]:
+    def _take_frames(self) -> Iterator[SlottedFrame]:
         """Some frames, as long as there are slots and frames."""
-        for _ in range(min(_FRAMES_AT_ONCE, self._arena.num_free)):
-            taken = self._peer.next_frame()
-            if taken is None:
+        for _ in range(min(_FRAMES_AT_ONCE, self._carrier.num_free)):
+            if (taken := self._peer.next_frame()) is None:
                 return
-            yield taken
-
-    def _announce(self, transfer: OutgoingTransfer, frame: OutgoingFrame) -> bytes:
-        """Copy a frame's payload into a slot; what to tell the receiver."""
-        slot = self._arena.take()
-        assert slot is not None
-        if not self._arena.num_free:
-            self._slot_free.clear()
-        # A cancelled transfer's frames stay here too: their slots are read until they are answered.
-        self._in_flight[(transfer.transfer_id, frame.header.sequence)] = (transfer, slot)
-        offset = self._arena.write(slot, payload_view(frame.block.values))
-        return encode_frame_header(frame.header) + OFFSET.pack(offset)
+            transfer, frame = taken
+            slot = self._carrier.take()
+            if not self._carrier.num_free:
+                self._slot_free.clear()
+            # A cancelled transfer's frames stay here too: their slots are read until they are answered.
+            self._in_flight[(transfer.transfer_id, frame.header.sequence)] = (transfer, slot)
+            yield SlottedFrame(slot, encode_frame_header(frame.header), payload_view(frame.block.values))
 
     async def _read(self) -> None:
-        async for answers in shm_io.records(self._sock, REPLY_BYTES):
+        async for replies in self._carrier.replies():
             self._progressed = True
-            for answer in answers:
-                self._answered(decode_reply(answer))
+            for reply in replies:
+                self._answered(decode_reply(reply))
 
     def _answered(self, reply: Reply) -> None:
         found = self._in_flight.pop((reply.transfer_id, reply.sequence), None)
         if found is None:
             return
         transfer, slot = found
-        self._arena.give_back(slot)
+        self._carrier.give_back(slot)
         self._slot_free.set()
         if reply.reason is None:
             self._peer.delivered(transfer.acked(reply.sequence), all_delivered=not self._in_flight)

@@ -1,7 +1,8 @@
-"""One end of a shared-memory transfer as a process of its own, to be killed: ``python -m tests.support.shm_child send|receive EPOCH``.
+"""One end of a transfer over shared memory or NIXL as a process of its own, to be killed or stopped:
+``python -m tests.support.slot_link_child send|receive shm|nixl EPOCH [NIXL_PORT]``.
 
 send: pushes the whole of ``TOKENS`` to the receiver with EPOCH, then waits. receive: listens under EPOCH, places ``PLACED_FIRST`` frames
-and then never returns from placing. Each prints one line when it is there.
+and then never returns from placing. Each prints one line when it is there; that of a receiver that listens ends with its NIXL port.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import replace
 
 from pddbridge.engine import KVBlock
 from pddbridge.kv_spec import KVSpec, TokenRange
+from pddbridge.links.nixl import NixlAgent, NixlSender, NixlServer
 from pddbridge.links.shm import ShmSender, ShmServer
 from pddbridge.links.tcp import Handshake, KVServer
 from tests.support.kv import blocks_of, random_planes
@@ -24,9 +26,15 @@ PLACED_FIRST = 3
 TRANSFER_ID = 1
 
 
-async def send(epoch: int) -> None:
-    sender = ShmSender(SENDER)
-    transfer = sender.open("127.0.0.1", 1, epoch, TRANSFER_ID, TOKENS)
+async def start_agent(epoch: int) -> NixlAgent:
+    agent = NixlAgent(f"child-{epoch:x}")
+    await agent.start()
+    return agent
+
+
+async def send(link: str, epoch: int, port: int) -> None:
+    sender = ShmSender(SENDER) if link == "shm" else NixlSender(SENDER, await start_agent(epoch ^ 1))
+    transfer = sender.open("127.0.0.1", port, epoch, TRANSFER_ID, TOKENS)
     for token in range(TOKENS.start, TOKENS.stop):
         for block in blocks_of(SPEC, PLANES, TokenRange(token, token + 1)):
             transfer.push(block)
@@ -36,7 +44,7 @@ async def send(epoch: int) -> None:
     await transfer.done()
 
 
-async def receive(epoch: int) -> None:
+async def receive(link: str, epoch: int, _: int) -> None:
     num_placed = 0
 
     async def place(transfer_id: int, block: KVBlock) -> None:
@@ -49,11 +57,16 @@ async def receive(epoch: int) -> None:
     handshake = replace(SENDER, epoch=epoch, name="main-1")
     server = KVServer(handshake, place, lambda *_: None, lambda *_: None)
     server.expect(TRANSFER_ID, TOKENS)
-    shm = ShmServer(handshake, server.incoming)
-    shm.start()
-    print("listening", flush=True)
+    port = 0
+    if link == "shm":
+        shm = ShmServer(handshake, server.incoming)
+        shm.start()
+    else:
+        nixl = NixlServer(handshake, server.incoming, await start_agent(epoch))
+        port = await nixl.start("127.0.0.1")
+    print(f"listening {port}", flush=True)
     await asyncio.Event().wait()
 
 
 if __name__ == "__main__":
-    asyncio.run({"send": send, "receive": receive}[sys.argv[1]](int(sys.argv[2])))
+    asyncio.run({"send": send, "receive": receive}[sys.argv[1]](sys.argv[2], int(sys.argv[3]), int((sys.argv[4:] or ["1"])[0])))

@@ -1,0 +1,97 @@
+"""The sending end of a slot link in one process: transfers to any number of receivers."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+
+from pddbridge.kv_handshake import Handshake
+from pddbridge.kv_sender import Sender
+from pddbridge.kv_spec import HeadRange, TokenRange
+from pddbridge.kv_wire import sampled_crc32c
+from pddbridge.links.outgoing import OutgoingTransfer
+from pddbridge.links.schedule import Priority
+from pddbridge.links.slot_peer import Carrier, SlotPeer, SlotSettings
+from pddbridge.links.stats import LinkStats
+from pddbridge.links.tcp_sender import SenderCounters
+
+
+class SlotSender(ABC):
+    """As :class:`pddbridge.links.tcp.KVSender`."""
+
+    def __init__(self, handshake: Handshake, settings: SlotSettings | None = None) -> None:
+        self._handshake = handshake
+        self._settings = settings or SlotSettings()
+        self._peers: dict[int, SlotPeer] = {}
+        self._past = SenderCounters(0, 0, 0, 0)
+        self._closing: set[asyncio.Task[None]] = set()
+
+    @property
+    def counters(self) -> SenderCounters:
+        peers, past = self._peers.values(), self._past
+        return SenderCounters(
+            past.bytes_sent + sum(peer.bytes_sent for peer in peers),
+            past.frames_resent + sum(peer.frames_resent for peer in peers),
+            past.connections_opened + sum(peer.connections_opened for peer in peers),
+            sum(peer.num_live for peer in peers),
+        )
+
+    def open(
+        self,
+        host: str,
+        port: int,
+        receiver_epoch: int,
+        transfer_id: int,
+        tokens: TokenRange,
+        heads: HeadRange | None = None,
+        on_acked: Callable[[int], None] | None = None,
+        *,
+        priority: Priority = Priority.NORMAL,
+    ) -> OutgoingTransfer:
+        """A transfer of ``tokens`` to the receiver with ``receiver_epoch`` at ``host:port``; ``heads`` (absolute): only this shard's.
+
+        ``on_acked`` as :class:`OutgoingTransfer` says. Call on the event loop; the connection is opened at once, so that a receiver that is
+        gone is noticed early. Raises ValueError for an empty range or an id in use.
+        """
+        self._retire(receiver_epoch)
+        peer = self._peers.get(receiver_epoch) or SlotPeer(
+            receiver_epoch, partial(self._connect, host, port, receiver_epoch), self._settings
+        )
+        max_attempts = self._settings.max_attempts
+        machine = Sender(self._handshake.kv_spec, transfer_id, receiver_epoch, tokens, heads, max_attempts, sampled_crc32c)
+        transfer = OutgoingTransfer(machine, peer.offer, self._settings.stall_timeout_s, on_acked, peer.stopped, priority)
+        peer.add(transfer)
+        self._peers[receiver_epoch] = peer
+        return transfer
+
+    def connected(self, epoch: int) -> bool:
+        """Whether a connection to the receiver with ``epoch`` stands."""
+        return (peer := self._peers.get(epoch)) is not None and peer.connected
+
+    def stats(self) -> dict[int, LinkStats]:
+        """What is known of the link to each receiver, by its epoch."""
+        return {epoch: peer.stats for epoch, peer in self._peers.items()}
+
+    async def close(self) -> None:
+        """Cancel live transfers, close connections."""
+        await asyncio.gather(*(peer.close() for peer in self._peers.values()), *self._closing)
+
+    @abstractmethod
+    async def _connect(self, host: str, port: int, epoch: int) -> Carrier:
+        """A new connection to that receiver, the handshake done. Raises HandshakeError, WireError or OSError."""
+
+    def _retire(self, receiver_epoch: int) -> None:
+        """Forget receivers that are gone: nothing is sent to them any more and their connection has ended."""
+        for epoch in [e for e, peer in self._peers.items() if e != receiver_epoch and not peer.num_live and not peer.connected]:
+            peer, past = self._peers.pop(epoch), self._past
+            self._past = SenderCounters(
+                past.bytes_sent + peer.bytes_sent,
+                past.frames_resent + peer.frames_resent,
+                past.connections_opened + peer.connections_opened,
+                0,
+            )
+            task = asyncio.get_running_loop().create_task(peer.close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)

@@ -1,0 +1,226 @@
+"""The receiving end of a slot link in one process. What frames mean is ``incoming``'s, shared with the process's other links."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from pddbridge.engine import KVBlock
+from pddbridge.kv_handshake import Handshake, HandshakeError, check_hello, refuse, welcome
+from pddbridge.kv_notes import NOTE_BYTES, StopReason, decode_note
+from pddbridge.kv_wire import (
+    FRAME_HEADER_BYTES,
+    FrameHeader,
+    Kind,
+    Reply,
+    WireError,
+    WireFault,
+    block_of,
+    check_prefix,
+    decode_frame_header,
+    empty_values,
+    encode_reply,
+    sampled_crc32c,
+)
+from pddbridge.links import tcp_io
+from pddbridge.links.incoming import IncomingTransfers
+from pddbridge.links.slots import announced_offset
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SlotServerCounters:
+    """Since the start. ``frames_refused``: bad checksum, format or place in the arena. ``num_connections``: now."""
+
+    frames_refused: int
+    handshakes_refused: int
+    num_connections: int
+
+
+class Landing(Protocol):
+    """The receiver's end of a connection with the handshake done."""
+
+    @property
+    def memory(self) -> np.ndarray:
+        """What the sender writes: uint8."""
+
+    def messages(self) -> AsyncIterator[list[bytes]]:
+        """MESSAGE_BYTES each: frames and STOP notes. Raises WireError or OSError."""
+
+    async def close(self) -> None: ...
+
+
+class SlotServer(ABC):
+    """Blocks are placed straight from the memory that the sender wrote: their values are good until ``place`` returns.
+    At most ``max_placing`` frames per connection are answered at once.
+    """
+
+    def __init__(
+        self,
+        handshake: Handshake,
+        incoming: IncomingTransfers,
+        *,
+        max_placing: int = 16,
+        max_connections: int = 64,
+        handshake_timeout_s: float = 10.0,
+    ) -> None:
+        self._handshake = handshake
+        self._incoming = incoming
+        self._max_placing = max_placing
+        self._max_connections = max_connections
+        self._handshake_timeout_s = handshake_timeout_s
+        self._listener: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+        self._frames_refused = 0
+        self._handshakes_refused = 0
+
+    @property
+    def counters(self) -> SlotServerCounters:
+        return SlotServerCounters(self._frames_refused, self._handshakes_refused, len(self._connections))
+
+    def _listen(self, listener: socket.socket) -> None:
+        """Take connections from ``listener``, which is ours from now on."""
+        self._listener = listener
+        self._accepting = asyncio.create_task(self._accept(listener), name="kv-slots-accept")
+
+    @abstractmethod
+    async def _admit(self, sock: socket.socket) -> Landing:
+        """Do the handshake on a new connection. Raises HandshakeError, WireError or OSError."""
+
+    async def _greet(self, sock: socket.socket, body: dict[str, str]) -> None:
+        """Answer a hello."""
+        try:
+            check_hello(body, self._handshake)
+        except HandshakeError as error:
+            await tcp_io.send(sock, refuse(error), memoryview(b""))
+            raise
+        await tcp_io.send(sock, welcome(self._handshake), memoryview(b""))
+
+    async def close(self) -> None:
+        """Stop listening, drop connections. The transfers are the owner's to fence."""
+        tasks = [*self._connections, *([self._accepting] if self._accepting else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._listener is not None:
+            self._listener.close()
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(listener)
+            except OSError as error:  # out of descriptors: those in use will end, the listener must not
+                log.error("kv slot server: cannot accept: %s", error)
+                await asyncio.sleep(0.1)
+                continue
+            if len(self._connections) >= self._max_connections:
+                log.error("kv slot server: a connection refused, %d are open", len(self._connections))
+                sock.close()
+                continue
+            self._begin(sock)
+
+    def _begin(self, sock: socket.socket) -> None:
+        # Not in the loop of `_accept`: its frame would keep the last connection, and through it its memory.
+        task = asyncio.create_task(self._serve(sock), name="kv-slots-connection")
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
+
+    async def _serve(self, sock: socket.socket) -> None:
+        """One connection, to its end."""
+        answering: set[asyncio.Task[None]] = set()
+        replies = Replies(sock)
+        landing: Landing | None = None
+        try:
+            sock.setblocking(False)
+            async with asyncio.timeout(self._handshake_timeout_s):
+                landing = await self._admit(sock)
+            await self._receive_frames(landing, replies, answering)
+        except HandshakeError as error:
+            self._handshakes_refused += 1
+            log.error("kv slot server: handshake refused: %s", error)
+        except WireError as error:
+            self._frames_refused += 1
+            log.error("kv slot server: connection dropped: %s", error)
+        except (OSError, TimeoutError) as error:
+            if not (isinstance(error, tcp_io.ConnectionClosedError) and error.clean):
+                log.warning("kv slot server: connection broken: %r", error)
+        finally:
+            # A second cancellation must not stop this half way.
+            await asyncio.shield(asyncio.create_task(_end(sock, [*answering, *replies.tasks], landing)))
+
+    async def _receive_frames(self, landing: Landing, replies: Replies, answering: set[asyncio.Task[None]]) -> None:
+        slots = asyncio.Semaphore(self._max_placing)
+        async for messages in landing.messages():
+            for message in messages:
+                if check_prefix(message, (Kind.FRAME, Kind.STOP)) is Kind.STOP:
+                    note = decode_note(message[:NOTE_BYTES], (Kind.STOP,))
+                    self._incoming.stopped(note.transfer_id, note.epoch, StopReason(note.value).name.lower())
+                    continue
+                await slots.acquire()
+                task = asyncio.create_task(self._answer(replies, *self._read(message, landing.memory)))
+                answering.add(task)
+                task.add_done_callback(answering.discard)
+                task.add_done_callback(lambda _: slots.release())
+            # What is there already is read without yielding: let others have the loop.
+            await asyncio.sleep(0)
+
+    def _read(self, message: bytes, memory: np.ndarray) -> tuple[FrameHeader, KVBlock | None]:
+        """A checked frame; no block if nobody wants it. Raises WireError."""
+        header, offset = decode_frame_header(message[:FRAME_HEADER_BYTES], self._handshake.kv_spec), announced_offset(message)
+        if offset > len(memory) - header.payload_bytes:
+            raise WireError(WireFault.SIZE, f"payload of {header.payload_bytes} bytes at {offset}, the memory has {len(memory)}")
+        if not self._incoming.wants(header):
+            return header, None
+        like = empty_values(header, self._handshake.kv_spec)
+        values = memory[offset : offset + header.payload_bytes].view(like.dtype).reshape(like.shape)
+        return header, block_of(header, self._handshake.kv_spec, values, sampled_crc32c)
+
+    async def _answer(self, replies: Replies, header: FrameHeader, block: KVBlock | None) -> None:
+        replies.put(await self._incoming.accept(header, block))
+
+
+async def _end(sock: socket.socket, tasks: list[asyncio.Task[None]], landing: Landing | None) -> None:
+    """End a connection. Writers that were started go on: they hold the memory, and a fence waits for them."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    if landing is not None:
+        await landing.close()
+    # Last: nobody may wait on the descriptor when it is closed, its number is reused at once.
+    sock.close()
+
+
+class Replies:
+    """Sends what was put since the last time at once: waking the sender costs more than a frame's bookkeeping."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._pending: list[bytes] = []
+        self._flushing: asyncio.Task[None] | None = None
+
+    def put(self, reply: Reply) -> None:
+        self._pending.append(encode_reply(reply))
+        if self._flushing is None or self._flushing.done():
+            self._flushing = asyncio.create_task(self._flush())
+
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """To be cancelled before the socket is closed."""
+        return [] if self._flushing is None else [self._flushing]
+
+    async def _flush(self) -> None:
+        with contextlib.suppress(OSError):  # broken: the reading side of the connection sees it too, and the sender will send again
+            while self._pending:
+                taken, self._pending = self._pending, []
+                await tcp_io.send(self._sock, b"".join(taken), memoryview(b""))
