@@ -24,6 +24,7 @@ from pdd.launch.local import Deployment
 from pdd.launch.serve import StartProgress
 
 ROUTES: tuple[Route, ...] = ("ids", "kv")
+_LEAST_ROUNDS = 3
 # 100 tokens over wide-area Ethernet, as published for this scheme.
 PUBLISHED = {
     "ids": "1.5 KB, mean 305 ms, max 321.4 ms, std 4.8 ms",
@@ -33,8 +34,9 @@ PUBLISHED = {
 
 @dataclass(frozen=True)
 class Plan:
-    """``rounds`` handoffs of every length and route under background traffic, ``neighbour_rounds`` beside ``num_neighbours`` requests.
-    Background transfers have ``background_tokens`` on average and pauses of ``background_pause_s``; 0 tokens for none.
+    """``rounds`` handoffs of every length and route under background traffic, ``neighbour_rounds`` beside ``num_neighbours`` requests;
+    fewer, but at least ``_LEAST_ROUNDS`` and one, when ``limit_s`` (a fifth of it beside neighbours) is over before. Background transfers
+    have ``background_tokens`` on average and pauses of ``background_pause_s``; 0 tokens for none.
     """
 
     link: EmulatedLink
@@ -43,12 +45,15 @@ class Plan:
     neighbour_rounds: int = 3
     num_neighbours: int = 2
     background_tokens: int = 300
-    background_pause_s: float = 0.4
+    background_pause_s: float = 0.6
     seed: int = 0
+    limit_s: float = 140.0
 
     def __post_init__(self) -> None:
-        if not self.tokens or min(self.tokens) < 1 or self.rounds < 2 or self.neighbour_rounds < 1 or self.num_neighbours < 1:
-            raise ValueError(f"bench handoff: need lengths of at least 1, 2 rounds, 1 neighbour and 1 round beside it, given {self}")
+        least = min(self.tokens, default=0)
+        if least < 1 or self.rounds < _LEAST_ROUNDS or self.neighbour_rounds < 1 or self.num_neighbours < 1:
+            needs = f"lengths of at least 1, {_LEAST_ROUNDS} rounds, 1 neighbour and 1 round beside it"
+            raise ValueError(f"bench handoff: needs {needs}, given {self}")
 
 
 @dataclass(frozen=True)
@@ -116,19 +121,25 @@ async def _measure(config: LaunchConfig, deployment: Deployment, plan: Plan, con
         times: dict[tuple[int, Route], list[Handoff]] = {(n, route): [] for n in plan.tokens for route in ROUTES}
         if plan.background_tokens:
             async with rig.background(plan.background_tokens, plan.background_pause_s, plan.seed):
-                await _rounds(rig, plan, plan.rounds, times, console)
+                await _rounds(rig, plan.rounds, _LEAST_ROUNDS, plan.limit_s, times, console)
         else:
-            await _rounds(rig, plan, plan.rounds, times, console)
+            await _rounds(rig, plan.rounds, _LEAST_ROUNDS, plan.limit_s, times, console)
         beside: dict[tuple[int, Route], list[Handoff]] = {key: [] for key in times}
         async with rig.neighbours(plan.num_neighbours) as arrivals:
-            await _rounds(rig, plan, plan.neighbour_rounds, beside, console)
+            await _rounds(rig, plan.neighbour_rounds, 1, plan.limit_s / 5, beside, console)
         quiet_s = _usual_gap(arrivals, [h for handoffs in beside.values() for h in handoffs])
         return [_row(n, route, times[n, route], _worst_gaps(arrivals, beside[n, route]), quiet_s) for n, route in times]
 
 
-async def _rounds(rig: Rig, plan: Plan, rounds: int, into: dict[tuple[int, Route], list[Handoff]], console: Console) -> None:
-    """The routes take turns, so that a drifting machine hurts both alike."""
+async def _rounds(
+    rig: Rig, rounds: int, at_least: int, limit_s: float, into: dict[tuple[int, Route], list[Handoff]], console: Console
+) -> None:
+    """The routes take turns, so that a drifting machine hurts both alike. Only whole rounds, so all have equally many."""
+    started_s = time.monotonic()
     for number in range(rounds):
+        if number >= at_least and time.monotonic() - started_s > limit_s:
+            console.print(f"{limit_s:.0f} s are over: {number} rounds instead of {rounds}")
+            return
         for length, route in into:
             into[length, route].append(await rig.hand_over(route, length))
         console.print(f"round {number + 1}/{rounds}", end="\r")

@@ -186,13 +186,18 @@ class Rig:
         return Handoff(ended_s - started_s, pushed.num_bytes, started_s, ended_s)
 
     @asynccontextmanager
-    async def background(self, mean_tokens: int, mean_pause_s: float, seed: int, num_streams: int = 2) -> AsyncIterator[None]:
-        """Other requests' KV crosses the same link meanwhile: ``num_streams`` at a time at most, of exponentially distributed sizes and
-        pauses, into pages of main decode.
+    async def background(self, mean_tokens: int, mean_pause_s: float, seed: int) -> AsyncIterator[None]:
+        """Other requests' KV crosses the same link meanwhile, into pages of main decode, with sizes and pauses distributed exponentially:
+        from the other worker, which takes a share of the line, and from the relay itself, where transfers take turns.
         """
         prompt = self._fresh(min(4 * mean_tokens, self._max_context - 2))
-        await self._other.prefill(prompt)
-        streams = [asyncio.create_task(self._transfers(prompt, mean_tokens, mean_pause_s, seed + i)) for i in range(num_streams)]
+        senders = (self._other, self._relay)
+        for sender in senders:
+            await sender.prefill(prompt, "background")
+        streams = [
+            asyncio.create_task(self._transfers(sender, prompt, mean_tokens, mean_pause_s, 2 * seed + i))
+            for i, sender in enumerate(senders)
+        ]
         try:
             yield
         finally:
@@ -226,7 +231,7 @@ class Rig:
                 await request.until(Proposed)
                 arrivals.append(self._loop.time())
 
-    async def _transfers(self, prompt: list[int], mean_tokens: int, mean_pause_s: float, seed: int) -> None:
+    async def _transfers(self, sender: _Worker, prompt: list[int], mean_tokens: int, mean_pause_s: float, seed: int) -> None:
         rng = random.Random(seed)
         for number in itertools.count():
             await asyncio.sleep(rng.expovariate(1 / mean_pause_s))
@@ -234,7 +239,7 @@ class Rig:
             # A tenant of its own: main has none of it.
             async with self._main.request(prompt[: size + 1], transfer=True, tenant=f"background-{seed}-{number}") as request:
                 target = self._target(await request.until(Reserved))
-                async with self._other.request(prompt[: size + 1], push_to=target) as push:
+                async with sender.request(prompt[: size + 1], tenant="background", push_to=target) as push:
                     await request.until(KvComplete)
                     await push.until(Pushed)
 

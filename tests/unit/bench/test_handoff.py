@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from rich.console import Console
 
 from pdd.bench import handoff
 from pdd.bench.handoff import Plan
@@ -59,6 +60,26 @@ def test_what_cannot_be_measured_is_refused_by_name(tmp_path) -> None:
         handoff._over(LaunchConfig.model_validate(one_site), LINK)
     with pytest.raises(ValueError, match="max_context_tokens of 758 on prefill-0, relay-0, main-0"):
         handoff.run(launch_config("m", max_context=512), tmp_path, Plan(LINK), None, None)  # type: ignore[arg-type]
-    for fields in ({"tokens": ()}, {"tokens": (0,)}, {"rounds": 1}, {"num_neighbours": 0}):
+    for fields in ({"tokens": ()}, {"tokens": (0,)}, {"rounds": 2}, {"num_neighbours": 0}):
         with pytest.raises(ValueError, match="bench handoff"):
             Plan(LINK, **fields)
+
+
+class Instant:
+    """A rig whose handoffs take no time but are counted."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[str, int]] = []
+
+    async def hand_over(self, route: str, num_tokens: int) -> Handoff:
+        self.done.append((route, num_tokens))
+        return at(0, 0.1)
+
+
+@pytest.mark.parametrize(("limit_s", "rounds"), [(60.0, 5), (-1.0, 3)])
+async def test_rounds_are_whole_take_turns_and_end_when_time_is_up(limit_s: float, rounds: int) -> None:
+    rig = Instant()
+    into: dict = {(10, "ids"): [], (10, "kv"): [], (50, "ids"): [], (50, "kv"): []}
+    await handoff._rounds(rig, 5, 3, limit_s, into, Console(quiet=True))  # type: ignore[arg-type]
+    assert rig.done == [("ids", 10), ("kv", 10), ("ids", 50), ("kv", 50)] * rounds
+    assert {len(handoffs) for handoffs in into.values()} == {rounds}
