@@ -45,7 +45,7 @@ async def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-async def connect(host: str, port: int, congestion_control: str | None = None) -> socket.socket:
+async def connect(host: str, port: int, congestion_control: str | None = None, max_unsent_bytes: int | None = None) -> socket.socket:
     """A connected socket, to the first address of ``host`` that answers. Raises OSError, also where there is no such congestion control."""
     failure: OSError = OSError(f"{host!r} has no address")
     for family, address in await resolve(host, port):
@@ -54,6 +54,8 @@ async def connect(host: str, port: int, congestion_control: str | None = None) -
             prepare(sock)
             if congestion_control is not None:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion_control.encode())
+            if max_unsent_bytes is not None:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, max_unsent_bytes)
             await asyncio.get_running_loop().sock_connect(sock, address)
         except OSError as error:
             sock.close()

@@ -18,7 +18,7 @@ from pddbridge.links.tcp_peer import Peer, SenderSettings
 
 @dataclass(frozen=True)
 class SenderCounters:
-    """Since the start. ``bytes_sent``: payload, acknowledged after placing or found to be there. ``frames_resent``: sent again after a break.
+    """Since the start. ``bytes_sent``: payload, acknowledged after placing or found to be there. ``frames_resent``: after a break.
     ``num_open``: transfers that have not ended, now.
     """
 

@@ -395,6 +395,30 @@ async def test_an_urgent_transfer_overtakes_a_huge_one_and_starves_nobody() -> N
         assert order[:80].count(3) >= 60
 
 
+async def test_little_waits_in_the_kernel_where_that_is_asked_for() -> None:
+    """A receiver that does not read: what the sender's socket takes is what an urgent frame would wait for."""
+    spec = KVSpec.gqa(2, 8, 64, "bfloat16")
+    values = np.zeros((2, 64, 8, 64), spec.np_dtype)  # 128 KiB
+    taken: list[int] = []
+    for limit in (None, 32 << 10):
+        async with receiving(replace(RECEIVER, kv_spec=spec), max_placing=1) as target:
+            target.may_place.clear()
+            async with sending(replace(ONE, max_unsent_bytes=limit), replace(SENDER, kv_spec=spec)) as sender:
+                tokens = TokenRange(0, 64 * 64)
+                target.server.expect(1, tokens)
+                transfer = sender.open("127.0.0.1", target.port, 22, 1, tokens)
+                for start in range(0, tokens.stop, 64):
+                    transfer.push(KVBlock("k", LayerRange(0, 2), TokenRange(start, start + 64), HeadRange(0, 8), values))
+                await eventually(lambda: target.num_placing == 1)
+                before = -1
+                while transfer.num_queued != before:
+                    before = transfer.num_queued
+                    await asyncio.sleep(0.1)
+                taken.append(64 - before)
+            target.place_error = RuntimeError("not now")
+    assert taken[1] < taken[0] < 64
+
+
 async def test_a_paced_link_keeps_to_its_rate() -> None:
     rate = 200_000.0
     async with receiving() as target, sending(replace(FAST, max_bytes_per_s=rate)) as sender:
