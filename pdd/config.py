@@ -36,10 +36,20 @@ class EmulatedLink(_Strict):
 
 
 class LinkConfig(_Strict):
-    """A link between two sites. Without ``emulate`` the sites are reached directly."""
+    """A link between two sites. Without ``emulate`` the sites are reached directly. ``codec`` of KV on it: "auto" is whichever moves most,
+    by what was measured of link and codecs; lossy ones (int8, fp8) change results a little and need ``allow_lossy``.
+    """
 
     between: tuple[Name, Name]
     emulate: EmulatedLink | None = None
+    codec: Literal["auto", "raw", "zstd", "int8", "fp8"] = "auto"
+    allow_lossy: bool = False
+
+    @model_validator(mode="after")
+    def _lossy_is_meant(self) -> LinkConfig:
+        if self.codec in ("int8", "fp8") and not self.allow_lossy:
+            raise ValueError(f"codec: {self.codec!r} is lossy, which needs allow_lossy: true")
+        return self
 
 
 class WorkerConfig(_Strict):

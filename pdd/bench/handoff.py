@@ -103,14 +103,14 @@ def _names(config: LaunchConfig) -> tuple[str, str, str]:
 
 
 def _over(config: LaunchConfig, link: EmulatedLink) -> LaunchConfig:
-    """``config`` with ``link`` between the relay's site and main's. Raises ValueError when they are at one site."""
+    """``config`` with ``link`` between the relay's site and main's, KV on it raw. Raises ValueError when they are at one site."""
     sites = {w.name: w.site for w in config.workers}
     relay, _, main = _names(config)
     if sites[relay] == sites[main]:
         raise ValueError(f"bench handoff: {relay} and {main} are both at site {sites[main]!r}, no link is between them")
     between = (sites[relay], sites[main])
     others = tuple(known for known in config.links if set(known.between) != set(between))
-    return config.model_copy(update={"links": (*others, LinkConfig(between=between, emulate=link))})
+    return config.model_copy(update={"links": (*others, LinkConfig(between=between, emulate=link, codec="raw"))})
 
 
 async def _measure(config: LaunchConfig, deployment: Deployment, plan: Plan, console: Console) -> list[Row]:

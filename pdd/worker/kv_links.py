@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from pdd.worker.kv_codecs import CodecChoice
+from pddbridge.codecs import CodecId
 from pddbridge.kv_spec import TokenRange
 from pddbridge.links.incoming import Complete, Failed, IncomingTransfers, Place
 from pddbridge.links.nixl import NixlAgent, NixlSender, NixlServer
@@ -37,11 +39,20 @@ class Receiver:
 
 class KVLinks:
     """Lives on one event loop. ``place``, ``complete``, ``failed`` as :class:`pddbridge.links.incoming.IncomingTransfers` says.
-    ``nixl``: a started agent, which its owner closes after this; None: no NIXL.
+    ``nixl``: a started agent, which its owner closes after this; None: no NIXL. ``codecs``: of pushes over TCP; None: all are raw.
     """
 
-    def __init__(self, handshake: Handshake, place: Place, complete: Complete, failed: Failed, nixl: NixlAgent | None = None) -> None:
-        self._tcp_server = KVServer(handshake, place, complete, failed)
+    def __init__(
+        self,
+        handshake: Handshake,
+        place: Place,
+        complete: Complete,
+        failed: Failed,
+        nixl: NixlAgent | None = None,
+        codecs: CodecChoice | None = None,
+    ) -> None:
+        self._codecs = codecs or CodecChoice({}, ())
+        self._tcp_server = KVServer(handshake, place, complete, failed, codecs=self._codecs.taken)
         self._shm_server = ShmServer(handshake, self._tcp_server.incoming)
         self._nixl_server = NixlServer(handshake, self._tcp_server.incoming, nixl) if nixl else None
         self._tcp = KVSender(handshake)
@@ -96,6 +107,11 @@ class KVLinks:
         return dict(self._num_opened)
 
     @property
+    def codecs_chosen(self) -> dict[str, int]:
+        """Outgoing transfers over TCP by codec, ever."""
+        return self._codecs.num_chosen
+
+    @property
     def fallbacks(self) -> dict[str, int]:
         """By reason, ever."""
         return dict(self._fallbacks)
@@ -131,8 +147,7 @@ class KVLinks:
         """A transfer over ``link``, one of ``LINK_CHOICES``. Raises ValueError as the links' own ``open`` and for another ``link``."""
         if link not in LINK_CHOICES:
             raise ValueError(f"link: given {link!r}, allowed {list(LINK_CHOICES)}")
-        sender: KVSender | ShmSender | NixlSender = self._tcp
-        port, chosen = receiver.port, "tcp"
+        chosen = "tcp"
         for name in _PREFERENCES[link]:
             why_not = self._why_not(name, receiver)
             if why_not is None:
@@ -140,14 +155,20 @@ class KVLinks:
                 break
             if link != "auto" or self._nixl is not None or name != "nixl":  # an extra that is not installed is no fallback of "auto"
                 self._fall_back(f"{name}: {why_not}")
+        what = (receiver.epoch, transfer_id, tokens)
         if chosen == "shm":
-            sender = self._shm
+            transfer = self._shm.open(receiver.host, receiver.port, *what, on_acked=on_acked)
         elif chosen == "nixl" and self._nixl is not None:
-            sender, port = self._nixl, receiver.nixl_port
-        transfer = sender.open(receiver.host, port, receiver.epoch, transfer_id, tokens, on_acked=on_acked)
+            transfer = self._nixl.open(receiver.host, receiver.nixl_port, *what, on_acked=on_acked)
+        else:
+            transfer = self._tcp.open(receiver.host, receiver.port, *what, on_acked=on_acked, codec=self._codec_for(receiver))
         self._num_opened[chosen] += 1
-        logger.info("transfer %d to %s:%d: asked for %s, takes %s", transfer_id, receiver.host, port, link, chosen)
+        logger.info("transfer %d to %s:%d: asked for %s, takes %s", transfer_id, receiver.host, receiver.port, link, chosen)
         return transfer
+
+    def _codec_for(self, receiver: Receiver) -> CodecId:
+        stats = self._tcp.stats().get((receiver.host, receiver.port))
+        return self._codecs.choose((receiver.host, receiver.port), None if stats is None else stats.goodput_bytes_per_s)
 
     def _why_not(self, name: str, receiver: Receiver) -> str | None:
         """Why ``name`` cannot be taken; None if it can."""

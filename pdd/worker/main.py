@@ -27,7 +27,8 @@ from pdd.config import LaunchConfig, WorkerConfig
 from pdd.config import load as load_config
 from pdd.errors import Code
 from pdd.launch.child import report, when_parent_ends
-from pdd.topology import Topology, WorkerPlace
+from pdd.topology import Topology
+from pdd.worker.kv_codecs import CodecChoice, codec_rules, codecs_taken, measure_codecs
 from pdd.worker.service import Runtime, WorkerService
 from pdd.worker.step_loop import THREAD_NAME, EngineFacts, StepLoop
 from pdd.worker.transfers import KVTraffic
@@ -62,8 +63,7 @@ def main() -> None:
         worker = next((w for w in config.workers if w.name == arguments.name), None)
         if worker is None:
             raise ValueError(f"--name: given {arguments.name!r}, allowed {[w.name for w in config.workers]}")
-        place = Topology.load(arguments.topology).worker(arguments.name)
-        asyncio.run(_run(config, worker, place, arguments.cache_dir))
+        asyncio.run(_run(config, worker, Topology.load(arguments.topology), arguments.cache_dir))
     except (ValueError, KeyError, OSError, WorkerError) as error:
         # The launcher shows the last line of stderr where a process failed to start.
         print(f"worker {arguments.name}: {' '.join(str(error).split())}", file=sys.stderr)
@@ -76,8 +76,9 @@ def main() -> None:
     sys.exit(status)
 
 
-async def _run(config: LaunchConfig, worker: WorkerConfig, place: WorkerPlace, cache_dir: Path) -> None:
+async def _run(config: LaunchConfig, worker: WorkerConfig, topology: Topology, cache_dir: Path) -> None:
     """Serve until told to stop. Raises ValueError or WorkerError, one clear line, when it cannot start or go on."""
+    place = topology.worker(worker.name)
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -113,7 +114,11 @@ async def _run(config: LaunchConfig, worker: WorkerConfig, place: WorkerPlace, c
             return
         facts = _facts(ready)
         semantic = fingerprint(facts.spec, facts.weights_digest, facts.kv_spec)
-        traffic = KVTraffic(Handshake(PROTOCOL_VERSION, semantic, facts.kv_spec, service.epoch, worker.name), step_loop, await nixl)
+        rules = codec_rules(config, topology, worker.site)
+        speeds = await asyncio.to_thread(measure_codecs, facts.kv_spec) if rules else ()
+        codecs = CodecChoice(rules, speeds, codecs_taken(config, worker.site))
+        handshake = Handshake(PROTOCOL_VERSION, semantic, facts.kv_spec, service.epoch, worker.name)
+        traffic = KVTraffic(handshake, step_loop, await nixl, codecs)
         try:
             await traffic.start(place.kv.host, place.kv.port)
         except OSError as error:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from pdd.errors import Code
 from pdd.worker import messages as m
+from pdd.worker.kv_codecs import CodecChoice
 from pdd.worker.kv_links import KVLinks, Receiver
 from pdd.worker.step_loop import StepLoop
 from pddbridge.engine import KVBlock
@@ -62,13 +63,13 @@ PushOutcome = Pushed | PushFailed
 
 
 class KVTraffic:
-    """The worker's receiving and sending ends. ``step_loop`` is the one whose engine's KV ``handshake`` describes. ``nixl`` as
-    :class:`KVLinks` says.
+    """The worker's receiving and sending ends. ``step_loop`` is the one whose engine's KV ``handshake`` describes. ``nixl`` and
+    ``codecs`` as :class:`KVLinks` says.
     """
 
-    def __init__(self, handshake: Handshake, step_loop: StepLoop, nixl: NixlAgent | None = None) -> None:
+    def __init__(self, handshake: Handshake, step_loop: StepLoop, nixl: NixlAgent | None = None, codecs: CodecChoice | None = None) -> None:
         self._step_loop = step_loop
-        self._links = KVLinks(handshake, self._place, self._complete, self._failed, nixl)
+        self._links = KVLinks(handshake, self._place, self._complete, self._failed, nixl, codecs)
         self._owners: dict[int, str] = {}  # transfer id -> request id
         self._last_id = 0
 

@@ -10,6 +10,7 @@ from types import TracebackType
 import grpc.aio
 
 from pdd.worker.executor import ExecutorLimits
+from pdd.worker.kv_codecs import CodecChoice
 from pdd.worker.service import Runtime, WorkerService
 from pdd.worker.step_loop import StepLoop
 from pdd.worker.transfers import KVTraffic
@@ -38,6 +39,7 @@ class WorkerHarness:
         use_prefix_cache: bool = True,
         check_idle_within_s: float = IDLE_WITHIN_S,
         with_nixl: bool = False,
+        codecs: CodecChoice | None = None,
     ) -> None:
         self.name = name
         self.crashes: list[BaseException] = []
@@ -46,6 +48,7 @@ class WorkerHarness:
         self._use_prefix_cache = use_prefix_cache
         self._check_idle_within_s = check_idle_within_s
         self._with_nixl = with_nixl
+        self._codecs = codecs
         self._nixl: NixlAgent | None = None
 
     async def __aenter__(self) -> WorkerHarness:
@@ -61,7 +64,7 @@ class WorkerHarness:
             self._nixl = NixlAgent(f"{self.name}-{self.service.epoch:x}")
             await self._nixl.start()
         handshake = Handshake(PROTOCOL_VERSION, semantic, facts.kv_spec, self.service.epoch, self.name)
-        self.traffic = KVTraffic(handshake, self.step_loop, self._nixl)
+        self.traffic = KVTraffic(handshake, self.step_loop, self._nixl, self._codecs)
         self.kv_port = await self.traffic.start("127.0.0.1", 0)
         self.server = make_server()
         worker_pb2_grpc.add_WorkerServicer_to_server(self.service, self.server)

@@ -43,7 +43,7 @@ def test_a_neighbour_s_gap_counts_for_the_handoff_it_overlaps_and_the_worst_neig
 def test_the_link_is_put_between_relay_and_main_and_other_links_stay() -> None:
     config = launch_config("m")
     over = handoff._over(config, LINK)
-    assert [link.emulate for link in over.links] == [LINK]
+    assert [(link.emulate, link.codec) for link in over.links] == [(LINK, "raw")]
     assert handoff._names(over) == ("relay-0", "prefill-0", "main-0")
     third = config.model_dump(mode="json")
     third["sites"].append("c")

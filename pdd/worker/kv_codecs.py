@@ -1,0 +1,103 @@
+"""Which codec a worker's pushes take, receiver by receiver: the config's rule for the link, what was measured, and the policy.
+
+Pushes that cross no declared link stay raw: inside a site the link is faster than any codec.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from pdd.config import LaunchConfig
+from pdd.policy.codec import choose_codec, link_bytes_s
+from pdd.topology import Topology
+from pddbridge.codecs import CODEC_NAMES, CODECS, CodecId
+from pddbridge.codecs_base import CodecSpeed
+from pddbridge.codecs_speed import measure_speed
+from pddbridge.kv_spec import KVSpec
+
+logger = logging.getLogger(__name__)
+
+Address = tuple[str, int]  # a receiver's host and port as the sender sees them
+
+LOSSLESS: Final = frozenset(codec_id for codec_id, codec in CODECS.items() if codec.lossless)
+
+# The event loop, where frames are coded, shares the interpreter with the step thread.
+_BUSY_SHARE: Final = 0.5
+_SAMPLE_TOKENS: Final = 64
+_SAMPLE_LAYERS: Final = 8
+
+
+@dataclass(frozen=True)
+class CodecRule:
+    """``fixed``: the config names it, None for the policy's choice. ``declared_bytes_s``: the link's rate as the config states it, believed
+    until transfers say otherwise.
+    """
+
+    fixed: CodecId | None
+    allow_lossy: bool
+    declared_bytes_s: float | None
+
+
+def codec_rules(config: LaunchConfig, topology: Topology, site: str) -> dict[Address, CodecRule]:
+    """Rules for every receiver that workers at ``site`` reach over a declared link."""
+    rules = {}
+    for place in topology.workers:
+        link = config.link(site, place.site)
+        if link is not None:
+            address = place.route(site).kv
+            declared = link.emulate.rate_mbit_s * 1e6 / 8 if link.emulate else None
+            rules[address.host, address.port] = CodecRule(CODEC_NAMES.get(link.codec), link.allow_lossy, declared)
+    return rules
+
+
+def codecs_taken(config: LaunchConfig, site: str) -> frozenset[CodecId]:
+    """What workers at ``site`` take from others: lossy payloads only if some link to the site allows them."""
+    lossy = any(link.allow_lossy for link in config.links if site in link.between)
+    return frozenset(codec_id for codec_id, codec in CODECS.items() if codec.lossless or lossy)
+
+
+def measure_codecs(spec: KVSpec) -> tuple[CodecSpeed, ...]:
+    """Every codec on normals in the shape of ``spec``'s first plane: some tens of milliseconds, so call it in a thread."""
+    plane = spec.groups[0].planes[0]
+    shape = (min(spec.groups[0].num_layers, _SAMPLE_LAYERS), _SAMPLE_TOKENS, plane.num_heads, plane.head_dim)
+    values = np.random.default_rng(0).standard_normal(shape).astype(spec.np_dtype_of(plane))
+    return tuple(measure_speed(codec, values) for codec_id, codec in CODECS.items() if codec_id is not CodecId.RAW)
+
+
+class CodecChoice:
+    """Remembers which codec each receiver's goodput was measured with. ``taken``: of payloads that come in."""
+
+    def __init__(self, rules: Mapping[Address, CodecRule], speeds: Sequence[CodecSpeed], taken: Collection[CodecId] = LOSSLESS) -> None:
+        self.taken = frozenset(taken)
+        self._rules = rules
+        self._speeds = {speed.codec_id: speed for speed in speeds}
+        self._in_use: dict[Address, CodecId] = {}
+        self._num_chosen: Counter[str] = Counter()
+
+    @property
+    def num_chosen(self) -> dict[str, int]:
+        """Pushes by codec name, ever."""
+        return dict(self._num_chosen)
+
+    def choose(self, receiver: Address, goodput_bytes_s: float | None) -> CodecId:
+        """For the next push. ``goodput_bytes_s``: of KV as stored, delivered with the codecs chosen so far; None before any."""
+        rule = self._rules.get(receiver)
+        if rule is None:
+            codec_id = CodecId.RAW
+        elif rule.fixed is not None:
+            codec_id = rule.fixed
+        else:
+            in_use = self._speeds.get(self._in_use.get(receiver, CodecId.RAW))
+            wire = rule.declared_bytes_s if goodput_bytes_s is None else link_bytes_s(goodput_bytes_s, in_use, _BUSY_SHARE)
+            codec_id = choose_codec(wire, tuple(self._speeds.values()), allow_lossy=rule.allow_lossy, busy_share=_BUSY_SHARE)
+        if codec_id is not self._in_use.get(receiver, CodecId.RAW):
+            logger.info("pushes to %s:%d are %s from now on", *receiver, codec_id.name)
+        self._in_use[receiver] = codec_id
+        self._num_chosen[codec_id.name] += 1
+        return codec_id
