@@ -249,8 +249,8 @@ class HostileNetwork(RuleBasedStateMachine):
         """All its memory is gone and with it every writer; frames to its earlier life still arrive and must reach nothing."""
         self.epoch += 1
         for t in self.all:
+            self.break_connection(t, asks=True)
             t.writing.clear()
-            t.answers.clear()
         self.past += self.all
         self.all = []
         self.pool = KVPool.zeros(head_major(PAGE_SIZE, "float32"), SPEC, NUM_PAGES)
