@@ -31,7 +31,7 @@ def with_link(**fields: object) -> LaunchConfig:
 
 
 def test_rules_are_for_receivers_behind_a_declared_link_as_the_sender_reaches_them() -> None:
-    config = with_link()
+    config = with_link(codec="auto")
     topology = plan_topology(config)
     rules = codec_rules(config, topology, "a")
     near = topology.worker("main-0").route("a").kv
@@ -40,6 +40,7 @@ def test_rules_are_for_receivers_behind_a_declared_link_as_the_sender_reaches_th
     assert set(codec_rules(config, topology, "b")) == {
         (topology.worker(name).route("b").kv.host, topology.worker(name).route("b").kv.port) for name in ("prefill-0", "relay-0")
     }
+    assert next(iter(codec_rules(with_link(), topology, "a").values())).fixed is CodecId.RAW
     named = with_link(codec="int8", allow_lossy=True, emulate=None)
     assert list(codec_rules(named, plan_topology(named), "a").values()) == [CodecRule(CodecId.INT8_BLOCKS, True, None)]
 
