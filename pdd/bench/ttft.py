@@ -65,7 +65,7 @@ def run(config: LaunchConfig, cache_dir: Path, plan: Plan, console: Console, jso
     vocab_size = open_checkpoint(resolve(config.model, cache_dir)).spec.vocab_size
     prompts = _prompts(plan, vocab_size)
     answers: dict[Mode, list[Answer]] = {mode: [] for mode in MODES}
-    with Deployment(config, cache_dir) as deployment:
+    with Deployment(_own_ports(config), cache_dir) as deployment:
         deadline_s = time.monotonic() + config.start_timeout_s
         urls = {}
         progress = StartProgress(console)
@@ -114,9 +114,14 @@ def _body(model: str, prompt: list[int], output_len: int, salt: str) -> dict[str
     return {"model": model, "prompt": prompt, "cache_salt": salt, **sampling}
 
 
+def _own_ports(config: LaunchConfig) -> LaunchConfig:
+    """With doors on free ports: a service that runs on the config's own may go on."""
+    return config.model_copy(update={"serving": config.serving.model_copy(update={"http_port": None, "grpc_port": None})})
+
+
 def _mode(mode: Mode, config: LaunchConfig, workers: Topology) -> tuple[LaunchConfig, Topology]:
     """The config and topology of a mode's coordinator: same workers, ports of its own."""
-    serving = config.serving.model_copy(update={"http_port": None, "grpc_port": None, "allow_override": True})
+    serving = _own_ports(config).serving.model_copy(update={"allow_override": True})
     policy = config.policy if mode == "pdd" else config.policy.model_copy(update={"pipeline": "direct"})
     mode_config = config.model_copy(update={"serving": serving, "policy": policy})
     doors = plan_topology(mode_config)
