@@ -36,7 +36,8 @@ _CRC: Final = struct.Struct("<I")
 FRAME_HEADER_BYTES: Final = _FRAME.size + _CRC.size
 REPLY_BYTES: Final = _REPLY.size + _CRC.size
 _U32: Final = 1 << 32
-_SAMPLE_STRIDE: Final = 4093
+_SAMPLED_ABOVE_BYTES: Final = 1 << 16
+_SAMPLE_STRIDE: Final = 16381
 
 
 class Kind(IntEnum):
@@ -132,9 +133,12 @@ def payload_view(values: np.ndarray) -> memoryview:
 
 
 def sampled_crc32c(payload: memoryview) -> int:
-    """CRC32C of every 4,093rd byte, the last among them: for payloads that no wire carries. It finds a slot of shared memory that holds
-    another frame, or part of one, at a hundredth of the price; a prime stride meets every place of a power-of-two row.
+    """CRC32C of a payload of up to 64 KiB, of every 16,381st byte of a larger one, from its last backwards: for payloads that no wire
+    carries. It finds memory that holds another frame, or part of one, at a hundredth of the price; a prime stride meets every place of a
+    power-of-two row.
     """
+    if len(payload) <= _SAMPLED_ABOVE_BYTES:
+        return crc32c(payload)
     return crc32c(np.frombuffer(payload, np.uint8)[::-_SAMPLE_STRIDE].tobytes())
 
 

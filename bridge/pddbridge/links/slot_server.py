@@ -138,14 +138,13 @@ class SlotServer(ABC):
 
     async def _serve(self, sock: socket.socket) -> None:
         """One connection, to its end."""
-        answering: set[asyncio.Task[None]] = set()
         replies = Replies(sock)
         landing: Landing | None = None
         try:
             sock.setblocking(False)
             async with asyncio.timeout(self._handshake_timeout_s):
                 landing = await self._admit(sock)
-            await self._receive_frames(landing, replies, answering)
+            await self._receive_frames(landing, replies)
         except HandshakeError as error:
             self._handshakes_refused += 1
             log.error("kv slot server: handshake refused: %s", error)
@@ -157,44 +156,34 @@ class SlotServer(ABC):
                 log.warning("kv slot server: connection broken: %r", error)
         finally:
             # A second cancellation must not stop this half way.
-            await asyncio.shield(asyncio.create_task(_end(sock, [*answering, *replies.tasks], landing)))
+            await asyncio.shield(asyncio.create_task(_end(sock, replies, landing)))
 
-    async def _receive_frames(self, landing: Landing, replies: Replies, answering: set[asyncio.Task[None]]) -> None:
-        slots = asyncio.Semaphore(self._max_placing)
+    async def _receive_frames(self, landing: Landing, replies: Replies) -> None:
         async for messages in landing.messages():
             for message in messages:
                 if check_prefix(message, (Kind.FRAME, Kind.STOP)) is Kind.STOP:
                     note = decode_note(message[:NOTE_BYTES], (Kind.STOP,))
                     self._incoming.stopped(note.transfer_id, note.epoch, StopReason(note.value).name.lower())
                     continue
-                await slots.acquire()
-                task = asyncio.create_task(self._answer(replies, *self._read(message, landing.memory)))
-                answering.add(task)
-                task.add_done_callback(answering.discard)
-                task.add_done_callback(lambda _: slots.release())
+                await replies.room(self._max_placing)
+                replies.num_owed += 1
+                self._incoming.receive(*self._read(message, landing.memory), replies.put)
             # What is there already is read without yielding: let others have the loop.
             await asyncio.sleep(0)
 
-    def _read(self, message: bytes, memory: np.ndarray) -> tuple[FrameHeader, KVBlock | None]:
-        """A checked frame; no block if nobody wants it. Raises WireError."""
-        header, offset = decode_frame_header(message[:FRAME_HEADER_BYTES], self._handshake.kv_spec), announced_offset(message)
+    def _read(self, message: bytes, memory: np.ndarray) -> tuple[FrameHeader, KVBlock]:
+        """A checked frame. Raises WireError."""
+        spec = self._handshake.kv_spec
+        header, offset = decode_frame_header(message[:FRAME_HEADER_BYTES], spec), announced_offset(message)
         if offset > len(memory) - header.payload_bytes:
             raise WireError(WireFault.SIZE, f"payload of {header.payload_bytes} bytes at {offset}, the memory has {len(memory)}")
-        if not self._incoming.wants(header):
-            return header, None
-        like = empty_values(header, self._handshake.kv_spec)
-        values = memory[offset : offset + header.payload_bytes].view(like.dtype).reshape(like.shape)
-        return header, block_of(header, self._handshake.kv_spec, values, sampled_crc32c)
-
-    async def _answer(self, replies: Replies, header: FrameHeader, block: KVBlock | None) -> None:
-        replies.put(await self._incoming.accept(header, block))
+        values = empty_values(header, spec, lambda num_bytes: memory[offset : offset + num_bytes])
+        return header, block_of(header, spec, values, sampled_crc32c)
 
 
-async def _end(sock: socket.socket, tasks: list[asyncio.Task[None]], landing: Landing | None) -> None:
+async def _end(sock: socket.socket, replies: Replies, landing: Landing | None) -> None:
     """End a connection. Writers that were started go on: they hold the memory, and a fence waits for them."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await replies.close()
     if landing is not None:
         await landing.close()
     # Last: nobody may wait on the descriptor when it is closed, its number is reused at once.
@@ -205,19 +194,35 @@ class Replies:
     """Sends what was put since the last time at once: waking the sender costs more than a frame's bookkeeping."""
 
     def __init__(self, sock: socket.socket) -> None:
+        self.num_owed = 0
         self._sock = sock
         self._pending: list[bytes] = []
         self._flushing: asyncio.Task[None] | None = None
+        self._answered = asyncio.Event()
+        self._over = False
+
+    async def room(self, max_owed: int) -> None:
+        """Returns when fewer than ``max_owed`` replies are owed."""
+        while self.num_owed >= max_owed:
+            self._answered.clear()
+            await self._answered.wait()
 
     def put(self, reply: Reply) -> None:
+        """One that was owed. Dropped once the connection is over."""
+        self.num_owed -= 1
+        self._answered.set()
+        if self._over:
+            return
         self._pending.append(encode_reply(reply))
         if self._flushing is None or self._flushing.done():
             self._flushing = asyncio.create_task(self._flush())
 
-    @property
-    def tasks(self) -> list[asyncio.Task[None]]:
-        """To be cancelled before the socket is closed."""
-        return [] if self._flushing is None else [self._flushing]
+    async def close(self) -> None:
+        """The connection is over."""
+        self._over = True
+        if self._flushing is not None:
+            self._flushing.cancel()
+            await asyncio.gather(self._flushing, return_exceptions=True)
 
     async def _flush(self) -> None:
         with contextlib.suppress(OSError):  # broken: the reading side of the connection sees it too, and the sender will send again

@@ -481,6 +481,17 @@ async def test_a_slot_that_holds_another_frame_is_noticed() -> None:
         sock.close()
 
 
+@pytest.mark.parametrize("num_bytes", [1, 4096, 1 << 16, (1 << 16) + 1, 1 << 20])
+def test_the_sampled_checksum_tells_frames_apart(num_bytes: int) -> None:
+    rng = np.random.default_rng(num_bytes)
+    frame, other = rng.integers(0, 256, (2, num_bytes), np.uint8)
+    kept = sampled_crc32c(frame.data)
+    assert kept == sampled_crc32c(bytes(frame))
+    assert kept != sampled_crc32c(other.data)
+    half = np.concatenate((frame[: num_bytes // 2], other[num_bytes // 2 :]))
+    assert kept != sampled_crc32c(half.data)
+
+
 def memory(size: int, seals: int | None) -> int:
     fd = os.memfd_create("pdd-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, size)
