@@ -58,7 +58,7 @@ class Sender:
 
     Done when every cell was pushed and every frame was acknowledged, or found to be there. A frame may be tried ``max_attempts`` times.
     ``checksum``: of payloads, the link's. ``resume``: an earlier sender may have sent a part; nothing is sent before the receiver has said
-    what it has. ``codec``: of payloads, where it makes them smaller.
+    what it has. ``codec``: of payloads, where it makes them smaller. ``max_frame_bytes``: the link's.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class Sender:
         checksum: Callable[[memoryview], int] = crc32c,
         resume: bool = False,
         codec: CodecId = CodecId.RAW,
+        max_frame_bytes: int = MAX_PAYLOAD_BYTES,
     ) -> None:
         if not len(tokens):
             raise ValueError(f"Sender.tokens: given the empty {tokens}, a transfer has at least one token")
@@ -85,6 +86,7 @@ class Sender:
         self._epoch = epoch
         self._max_attempts = max_attempts
         self._checksum = checksum
+        self._max_frame_bytes = max_frame_bytes
         self.codec = codec
         self._heads = heads
         self._coverage = Coverage(spec, tokens, heads)
@@ -137,7 +139,7 @@ class Sender:
             raise ValueError(f"push: {block.tokens} {block.heads} of {block.plane!r} is outside the transfer of {self.tokens}")
         if self._coverage.any_taken(*where, block.layers, block.tokens, block.heads):
             raise ValueError(f"push: {block.layers} {block.tokens} {block.heads} of {block.plane!r} was pushed before")
-        parts = list(split_block(block, MAX_PAYLOAD_BYTES))
+        parts = list(split_block(block, self._max_frame_bytes))
         self._coverage.take(*where, block.layers, block.tokens, block.heads)
         self._owed_bytes += block.values.nbytes
         return sum(self._sift(part) for part in parts)
@@ -236,7 +238,7 @@ class Sender:
     def _frame(self, sequence: int, block: KVBlock) -> OutgoingFrame:
         where = (self._spec, self.transfer_id, self._epoch, sequence, block)
         if self.codec is CodecId.RAW:
-            return OutgoingFrame(frame_of(*where, self._checksum), block)
+            return OutgoingFrame(frame_of(*where, self._checksum, self._max_frame_bytes), block)
         header, payload = coded_frame_of(*where, self.codec)
         return OutgoingFrame(header, block, payload)
 

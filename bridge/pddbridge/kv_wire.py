@@ -143,12 +143,18 @@ def sampled_crc32c(payload: memoryview) -> int:
 
 
 def frame_of(
-    spec: KVSpec, transfer_id: int, epoch: int, sequence: int, block: KVBlock, checksum: Callable[[memoryview], int] = crc32c
+    spec: KVSpec,
+    transfer_id: int,
+    epoch: int,
+    sequence: int,
+    block: KVBlock,
+    checksum: Callable[[memoryview], int] = crc32c,
+    max_bytes: int = MAX_PAYLOAD_BYTES,
 ) -> FrameHeader:
     """The header of a raw frame that carries ``block``. Raises ValueError if the block is malformed, empty or too large for one frame."""
     group, plane = check_block(spec, block)
-    if not 0 < block.values.nbytes <= MAX_PAYLOAD_BYTES:
-        raise ValueError(f"frame_of: a frame carries 1 to {MAX_PAYLOAD_BYTES} bytes, the block has {block.values.nbytes}")
+    if not 0 < block.values.nbytes <= max_bytes:
+        raise ValueError(f"frame_of: a frame carries 1 to {max_bytes} bytes, the block has {block.values.nbytes}")
     return FrameHeader(
         transfer_id,
         epoch,
@@ -191,7 +197,10 @@ def encode_frame_header(header: FrameHeader) -> bytes:
 
 
 def decode_frame_header(
-    data: bytes | bytearray | memoryview, spec: KVSpec, codecs: Collection[CodecId] = frozenset({CodecId.RAW})
+    data: bytes | bytearray | memoryview,
+    spec: KVSpec,
+    codecs: Collection[CodecId] = frozenset({CodecId.RAW}),
+    max_bytes: int = MAX_PAYLOAD_BYTES,
 ) -> FrameHeader:
     """Read a frame header and check every field against ``spec`` and the ``codecs`` that are taken. Raises WireError. Nothing is allocated
     from its fields.
@@ -214,8 +223,8 @@ def decode_frame_header(
         if not low <= start < stop <= high:
             raise WireError(WireFault.RANGE, f"{what}: given [{start}, {stop}), must be non-empty and within [{low}, {high})")
     want = (l1 - l0) * (t1 - t0) * (h1 - h0) * plane.head_dim * spec.np_dtype_of(plane).itemsize
-    if want > MAX_PAYLOAD_BYTES:
-        raise WireError(WireFault.SIZE, f"values of {want} bytes, at most {MAX_PAYLOAD_BYTES} are allowed")
+    if want > max_bytes:
+        raise WireError(WireFault.SIZE, f"values of {want} bytes, at most {max_bytes} are allowed")
     bounds = CODECS[CodecId(codec)].size_bounds((l1 - l0, t1 - t0, h1 - h0, plane.head_dim), spec.np_dtype_of(plane))
     if size not in bounds:
         raise WireError(WireFault.SIZE, f"payload of {size} bytes, ranges and codec say {bounds.smallest} to {bounds.largest}")

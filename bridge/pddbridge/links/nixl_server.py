@@ -24,7 +24,7 @@ from pddbridge.links.slots import MESSAGE_BYTES, SLOT_BYTES
 class NixlServer(SlotServer):
     """``agent`` is started and closed by its owner. Each connection may write into ``num_slots`` slots of its own, never into pages."""
 
-    def __init__(self, handshake: Handshake, incoming: IncomingTransfers, agent: NixlAgent, num_slots: int = 8) -> None:
+    def __init__(self, handshake: Handshake, incoming: IncomingTransfers, agent: NixlAgent, num_slots: int = 4) -> None:
         super().__init__(handshake, incoming, max_placing=num_slots)
         self._agent = agent
         self._num_slots = num_slots

@@ -25,8 +25,8 @@ from pddbridge.links.stats import GoodputMeter, LinkStats, RoundTrip
 
 log = logging.getLogger(__name__)
 
-# Copied before the receiver is told: fewer wake-ups, and the loop is held up for well under a millisecond.
-_FRAMES_AT_ONCE: Final = 4
+# Copied before the receiver is told: fewer wake-ups, and the loop is held up for a millisecond or so.
+_FRAMES_AT_ONCE: Final = 2
 # A connection that lasted no longer counts as a failure to connect.
 _SHORT_LIFE_S: Final = 0.2
 # At the end of the process: how long it may take to tell receivers that transfers end.
@@ -35,12 +35,12 @@ _FAREWELL_S: Final = 0.5
 
 @dataclass(frozen=True)
 class SlotSettings:
-    """``num_slots``: frames under way to one receiver, 1 MiB of memory each: the sender's credit. ``max_attempts``: times a frame is
+    """``num_slots``: frames under way to one receiver, 4 MiB of memory each: the sender's credit. ``max_attempts``: times a frame is
     sent, and failures in a row without progress, before transfers fail. A connection within a site breaks when a process ends, hardly
     otherwise, so few and quick ones do. ``stall_timeout_s`` as :class:`OutgoingTransfer` says. ``connect_timeout_s`` covers the handshake.
     """
 
-    num_slots: int = 16
+    num_slots: int = 8
     stall_timeout_s: float = 30.0
     connect_timeout_s: float = 10.0
     max_attempts: int = 3

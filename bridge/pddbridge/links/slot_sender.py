@@ -14,6 +14,7 @@ from pddbridge.kv_wire import sampled_crc32c
 from pddbridge.links.outgoing import OutgoingTransfer
 from pddbridge.links.schedule import Priority
 from pddbridge.links.slot_peer import Carrier, SlotPeer, SlotSettings
+from pddbridge.links.slots import SLOT_BYTES
 from pddbridge.links.stats import LinkStats
 from pddbridge.links.tcp_sender import SenderCounters
 
@@ -60,7 +61,16 @@ class SlotSender(ABC):
             receiver_epoch, partial(self._connect, host, port, receiver_epoch), self._settings
         )
         max_attempts = self._settings.max_attempts
-        machine = Sender(self._handshake.kv_spec, transfer_id, receiver_epoch, tokens, heads, max_attempts, sampled_crc32c)
+        machine = Sender(
+            self._handshake.kv_spec,
+            transfer_id,
+            receiver_epoch,
+            tokens,
+            heads,
+            max_attempts,
+            sampled_crc32c,
+            max_frame_bytes=SLOT_BYTES,
+        )
         transfer = OutgoingTransfer(machine, peer.offer, self._settings.stall_timeout_s, on_acked, peer.stopped, priority)
         peer.add(transfer)
         self._peers[receiver_epoch] = peer

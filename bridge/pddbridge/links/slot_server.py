@@ -32,7 +32,7 @@ from pddbridge.kv_wire import (
 )
 from pddbridge.links import tcp_io
 from pddbridge.links.incoming import IncomingTransfers
-from pddbridge.links.slots import announced_offset
+from pddbridge.links.slots import SLOT_BYTES, announced_offset
 
 log = logging.getLogger(__name__)
 
@@ -174,7 +174,7 @@ class SlotServer(ABC):
     def _read(self, message: bytes, memory: np.ndarray) -> tuple[FrameHeader, KVBlock]:
         """A checked frame. Raises WireError."""
         spec = self._handshake.kv_spec
-        header, offset = decode_frame_header(message[:FRAME_HEADER_BYTES], spec), announced_offset(message)
+        header, offset = decode_frame_header(message[:FRAME_HEADER_BYTES], spec, max_bytes=SLOT_BYTES), announced_offset(message)
         if offset > len(memory) - header.payload_bytes:
             raise WireError(WireFault.SIZE, f"payload of {header.payload_bytes} bytes at {offset}, the memory has {len(memory)}")
         values = empty_values(header, spec, lambda num_bytes: memory[offset : offset + num_bytes])

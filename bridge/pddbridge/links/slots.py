@@ -6,10 +6,11 @@ import struct
 from typing import Final
 
 from pddbridge.kv_notes import NOTE_BYTES, Note, encode_note
-from pddbridge.kv_wire import FRAME_HEADER_BYTES, MAX_PAYLOAD_BYTES
+from pddbridge.kv_wire import FRAME_HEADER_BYTES
 
-SLOT_BYTES: Final = MAX_PAYLOAD_BYTES
-MAX_SLOTS: Final = 256
+# Larger than a frame on a wire: what a frame costs beside its copy is worth a quarter of a mebibyte's copying.
+SLOT_BYTES: Final = 4 << 20
+MAX_SLOTS: Final = 64
 # A sender's message is a frame's header, then where its payload lies in the memory; or a note, filled up with zeros.
 _OFFSET: Final = struct.Struct("<Q")
 MESSAGE_BYTES: Final = FRAME_HEADER_BYTES + _OFFSET.size

@@ -200,7 +200,7 @@ async def test_the_slots_bound_what_is_under_way() -> None:
 
 async def test_large_blocks_fill_whole_slots() -> None:
     spec = KVSpec.gqa(2, 4, 64, "float32")
-    tokens, planes = TokenRange(0, 3000), random_planes(spec, 3000, seed=4)
+    tokens, planes = TokenRange(0, 9000), random_planes(spec, 9000, seed=4)
     seen: list[bool] = []
 
     async def place(_: int, block: KVBlock) -> None:
@@ -217,7 +217,7 @@ async def test_large_blocks_fill_whole_slots() -> None:
         for block in blocks_of(spec, planes, tokens):
             transfer.push(block)
         report = await transfer.done()
-    assert len(seen) == report.num_frames > 10
+    assert len(seen) == report.num_frames > 8
     assert all(seen)
     await shm.close()
     await server.close()
@@ -486,7 +486,7 @@ def test_the_sampled_checksum_tells_frames_apart(num_bytes: int) -> None:
     rng = np.random.default_rng(num_bytes)
     frame, other = rng.integers(0, 256, (2, num_bytes), np.uint8)
     kept = sampled_crc32c(frame.data)
-    assert kept == sampled_crc32c(bytes(frame))
+    assert kept == sampled_crc32c(memoryview(frame.tobytes()))
     assert kept != sampled_crc32c(other.data)
     half = np.concatenate((frame[: num_bytes // 2], other[num_bytes // 2 :]))
     assert kept != sampled_crc32c(half.data)
@@ -507,7 +507,7 @@ def memory(size: int, seals: int | None) -> int:
         (SLOT_BYTES, fcntl.F_SEAL_GROW),
         (SLOT_BYTES + 1, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL),
         (0, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL),
-        (257 * SLOT_BYTES, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL),
+        (65 * SLOT_BYTES, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL),
     ],
 )
 def test_memory_that_could_shrink_or_is_too_large_is_not_mapped(size: int, seals: int | None) -> None:
@@ -591,6 +591,6 @@ async def test_closing_with_everything_open_ends_everything() -> None:
 
 
 def test_settings_out_of_bounds_are_refused() -> None:
-    for field_name, value in (("num_slots", 0), ("num_slots", 257), ("stall_timeout_s", 0.0), ("max_attempts", 0)):
+    for field_name, value in (("num_slots", 0), ("num_slots", 65), ("stall_timeout_s", 0.0), ("max_attempts", 0)):
         with pytest.raises(ValueError, match=field_name):
             replace(FEW, **{field_name: value})  # type: ignore[arg-type]
