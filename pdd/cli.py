@@ -40,7 +40,8 @@ def serve(
     """Launch all processes of CONFIG on this machine, ask one question, keep serving."""
     from pdd.launch.ask import AskError
     from pdd.launch.local import Deployment, StartError
-    from pdd.launch.serve import ask_and_show, demo_question, end_on_signal, hints, keep_serving, start, summary
+    from pdd.launch.serve import ask_and_show, demo_question, end_on_signal, hints, start, summary
+    from pdd.launch.supervise import Supervisor
     from pdd.models import resolve
 
     console = Console(highlight=False)
@@ -54,7 +55,7 @@ def serve(
                 answer = ask_and_show(deployment, console, question or demo_question(), max_tokens)
             if not once:
                 hints(deployment, console)
-                raise typer.Exit(keep_serving(deployment, console))
+                raise typer.Exit(Supervisor(deployment, lambda line: console.print(line, style="red", soft_wrap=True)).run())
         print(summary(answer, ready_s), flush=True)
     except (ValueError, StartError, AskError) as error:
         raise _fail(error) from error
@@ -75,15 +76,20 @@ def pull(model: Annotated[str, typer.Argument(help="smollm2-135m, or org/name on
 
 @app.command()
 def check(config: ConfigArgument) -> None:
-    """Validate a launch config and the model it names; print what would be started."""
+    """Validate a launch config and the models it names; print what would be started."""
     from pdd.models import resolve
+    from pdd.serving.text.model import TextModel
+    from pddbridge.checkpoint import open_checkpoint
 
     try:
         launch = load(config)
-        model_dir = resolve(launch.model, cache_dir())
+        for model in dict.fromkeys([launch.model, *(worker.model or launch.model for worker in launch.workers)]):
+            model_dir = resolve(model, cache_dir())
+            open_checkpoint(model_dir)
+            TextModel.load(model_dir)
+            print(f"model {model}: {model_dir}")
     except ValueError as error:
         raise _fail(error) from error
-    print(f"model {launch.model}: {model_dir}")
     for worker in launch.workers:
         print(f"{worker.name}: {worker.role} on {worker.engine}:{worker.device} at site {worker.site}, page {worker.page_size}")
 

@@ -22,13 +22,13 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class EmulatedLink(_Strict):
     """What the emulator does to each direction of a link, and what goes wrong on it."""
 
-    rate_mbit_s: Annotated[float, Field(gt=0)]
+    rate_mbit_s: Annotated[float, Field(ge=0.001, le=1e6)]
     rtt_ms: Annotated[float, Field(ge=0, le=10_000)] = 0.0
     jitter_ms: Annotated[float, Field(ge=0, le=10_000)] = 0.0
     faults: tuple[Fault, ...] = ()
@@ -70,7 +70,7 @@ class WorkerConfig(_Strict):
     max_context_tokens: Annotated[int, Field(ge=2)]
     max_step_tokens: Annotated[int, Field(ge=1)] = 256
     max_rows: Annotated[int, Field(ge=1)] = 8
-    threads: Annotated[int, Field(ge=1)] = 1
+    threads: Annotated[int, Field(ge=1, le=1024)] = 1
     prefix_cache: bool = True
     host: str = "127.0.0.1"
     port: Port | None = None
@@ -132,6 +132,13 @@ class LaunchConfig(_Strict):
         names = [worker.name for worker in self.workers]
         for name in sorted({n for n in names if names.count(n) > 1}):
             raise ValueError(f"workers: name {name!r} given twice")
+        if len(set(self.sites)) != len(self.sites):
+            raise ValueError(f"sites: a name is given twice: {list(self.sites)}")
+        pairs = [frozenset(link.between) for link in self.links]
+        if any(len(pair) != 2 or pairs.count(pair) > 1 for pair in pairs):
+            raise ValueError(f"links.between: two different sites, each pair once; given {[list(link.between) for link in self.links]}")
+        if self.serving.http_port is not None and self.serving.http_port == self.serving.grpc_port:
+            raise ValueError(f"serving.grpc_port: given {self.serving.grpc_port}, which is http_port too")
         for role in ("prefill", "main"):
             if not any(worker.role == role for worker in self.workers):
                 raise ValueError(f"workers: none has role {role!r}")

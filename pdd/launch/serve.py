@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 from importlib import resources
 from types import FrameType
 
@@ -28,7 +29,7 @@ def end_on_signal() -> None:
 
 
 class StartProgress:
-    """One bar per process."""
+    """One bar per process on a terminal, one line per event elsewhere."""
 
     def __init__(self, console: Console) -> None:
         columns = (
@@ -38,10 +39,13 @@ class StartProgress:
             TextColumn("{task.fields[state]}"),
             TimeElapsedColumn(),
         )
-        self.bars = Progress(*columns, console=console)
+        self.bars = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._console = console
         self._tasks: dict[str, TaskID] = {}
 
     def __call__(self, event: ChildEvent) -> None:
+        if not self._console.is_terminal and event.event != "warm_up":
+            self._console.print(f"{event.name}: {event.event}", soft_wrap=True)  # a log wants lines, not bars
         if event.name not in self._tasks:
             self._tasks[event.name] = self.bars.add_task(event.name, total=None, state="starting")
         task = self._tasks[event.name]
@@ -142,18 +146,8 @@ def hints(deployment: Deployment, console: Console) -> None:
     console.print("\nserving; try:", style="bold")
     for line in (
         f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{curl_body}'",
-        f'python -c "{python}"',
+        f'{sys.executable} -c "{python}"',
         f'grpcurl -plaintext -d \'{{"text": "Once upon a time", "max_tokens": 32}}\' {grpc} pdd.v1.Inference/Generate',
     ):
         console.print(Text("  " + line), soft_wrap=True)
     console.print("Ctrl-C ends every process.\n", style="dim")
-
-
-def keep_serving(deployment: Deployment, console: Console) -> int:
-    """Until Ctrl-C (status 0) or until a process ends by itself (status 1)."""
-    while True:
-        ended = deployment.first_exit(timeout_s=3600.0)
-        if ended is not None:
-            child = deployment.processes[ended.name]
-            console.print(f"{ended.name} ended with status {ended.fields['status']}: {child.last_words(1)}", style="red")
-            return 1
