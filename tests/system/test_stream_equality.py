@@ -128,7 +128,9 @@ def test_natural_handoff_equals_too(tiny: Running):
         assert answer.ids == want
         assert answer.number("wan_kv_tokens") == len(prompt) - 1
         assert answer.number("main_prefill_tokens") == 0
-        assert 0 < answer.origins.count("relay") < params.max_tokens
+        # Where it falls is the machine's affair; that main had its part is not, or nothing was handed over.
+        assert answer.origins == sorted(answer.origins, reverse=True), "relay first, then main, never back"
+        assert answer.origins[-1] == "main"
 
 
 def test_tiny_model_equals_transformers(tiny: Running, tiny_model: Path):
