@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import socket
 
 from pdd.config import LaunchConfig, WorkerConfig
 from pdd.topology import Address, Route, Topology, WorkerPlace
+
+# Picked ports are free again until the process that gets them listens. They lie below what kernels give to outgoing connections
+# (Linux: from 32768, IANA: from 49152), or a connection made meanwhile could take one.
+PICKED_PORTS = range(20000, 32000)
+_PICK_ATTEMPTS = 100
 
 
 def plan_topology(config: LaunchConfig) -> Topology:
@@ -39,12 +45,16 @@ class _Ports:
         self._held: list[socket.socket] = []
 
     def take(self, host: str, port: int | None, field: str) -> Address:
-        try:
-            held = socket.create_server((host, port or 0))
-        except OSError as error:
-            raise ValueError(f"{field}: cannot listen on {host}:{port or 'any port'}: {error.strerror}") from error
-        self._held.append(held)
-        return Address(host, held.getsockname()[1])
+        candidates = [port] if port is not None else random.sample(PICKED_PORTS, _PICK_ATTEMPTS)
+        for candidate in candidates:
+            try:
+                held = socket.create_server((host, candidate))
+            except OSError as error:
+                refused = error
+                continue
+            self._held.append(held)
+            return Address(host, candidate)
+        raise ValueError(f"{field}: cannot listen on {host}:{port or 'any port'}: {refused.strerror}") from refused
 
     def release(self) -> None:
         for held in self._held:
