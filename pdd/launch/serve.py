@@ -87,7 +87,7 @@ def ask_and_show(deployment: Deployment, console: Console, question: str, max_to
         "messages": [{"role": "user", "content": question}],
         "max_tokens": max_tokens,
         "temperature": 0,
-        "repetition_penalty": 1.1,  # so small a model repeats itself otherwise
+        "frequency_penalty": 0.3,  # so small a model repeats itself otherwise
     }
     answer = ask(f"{deployment.http_url}/v1/chat/completions", body, show)
     console.print()
