@@ -110,6 +110,7 @@ def measure(model: str, cache_dir: Path, name: str, threads: int) -> tuple[Reade
     ids = TextModel.load(directory).encode(text, add_special=True)[: _PROMPT_TOKENS + _FORCED_TOKENS]
     total = len(ids) + _GREEDY_TOKENS + _PAGE
     config = EngineConfig("cpu", "float32", "bfloat16", _PAGE, 2 * (total // _PAGE + 1) + 2, total, 256, 1, threads, None)
+    os.environ.update(importlib.import_module(f"pdd{name}.threads").environment(config.num_threads))
     engine: Engine = importlib.import_module(f"pdd{name}.engine").create(str(directory), config)
     return Reader(engine, total), ids
 

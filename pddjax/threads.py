@@ -1,4 +1,6 @@
-"""How many threads XLA:CPU computes with. The pool is sized when the CPU client is made, so this must be decided before jax is imported."""
+"""What must be decided before jax is imported: which platforms it may open, and how many threads XLA:CPU computes with, as the pool is
+sized when the CPU client is made.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,19 @@ from pathlib import Path
 _POOL_THREAD = "tf_XLAEigen"
 
 
-def environment(num_threads: int) -> dict[str, str]:
+def environment(num_threads: int, device: str = "cpu") -> dict[str, str]:
     """Environment variables that a composition root sets before it imports jax, so that XLA:CPU computes with ``num_threads`` threads.
+
+    An engine on ``device`` "cpu" opens no other platform: where libtpu is installed, as it is to compile for TPUs that are not here, JAX
+    would otherwise look for a TPU, and processes beside one another would wait for its lock. Other devices leave the choice to JAX.
 
     PJRT's CPU client sizes its pool by ``PJRT_NPROC``, then ``NPROC``, then CPU affinity (xla/pjrt/utils.cc, DefaultThreadPoolSize; checked
     by measuring CPU time per thread with jaxlib 0.10.2). Raises ValueError for less than one thread.
     """
     if num_threads < 1:
         raise ValueError(f"num_threads: given {num_threads}, allowed 1 or more")
-    return {"PJRT_NPROC": str(num_threads)}
+    threads = {"PJRT_NPROC": str(num_threads)}
+    return threads | {"JAX_PLATFORMS": "cpu"} if device == "cpu" else threads
 
 
 def pool_size() -> int | None:

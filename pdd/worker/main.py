@@ -28,6 +28,7 @@ from pdd.config import load as load_config
 from pdd.errors import Code
 from pdd.launch.child import report, when_parent_ends
 from pdd.topology import Topology
+from pdd.worker.executor import ExecutorLimits
 from pdd.worker.kv_codecs import CodecChoice, codec_rules, codecs_taken, measure_codecs
 from pdd.worker.service import Runtime, WorkerService
 from pdd.worker.step_loop import THREAD_NAME, EngineFacts, StepLoop
@@ -100,8 +101,9 @@ async def _run(config: LaunchConfig, worker: WorkerConfig, topology: Topology, c
         service.fail_all(Code.INTERNAL, f"the worker crashed: {error}")
         crash.set_exception(WorkerError(f"the step loop crashed: {error!r}"))
 
+    limits = ExecutorLimits(max_decode_wait_chunks=worker.max_decode_wait_chunks)
     report("loading", what=f"{worker.model or config.model} into {worker.engine}")
-    step_loop = StepLoop(make_engine, loop, service.deliver, crashed, _report_warm_up, worker.prefix_cache)
+    step_loop = StepLoop(make_engine, loop, service.deliver, crashed, _report_warm_up, worker.prefix_cache, limits)
     step_loop.start()
     stopping = asyncio.create_task(stop.wait())
     traffic: KVTraffic | None = None
@@ -173,7 +175,7 @@ def _engine_factory(config: LaunchConfig, worker: WorkerConfig, model_dir: Path,
         num_threads=worker.threads,
         compile_cache_dir=str(cache_dir / "compiled" / worker.engine),
     )
-    os.environ.update(importlib.import_module(f"pdd{worker.engine}.threads").environment(worker.threads))
+    os.environ.update(importlib.import_module(f"pdd{worker.engine}.threads").environment(worker.threads, worker.device))
 
     def make_engine() -> Engine:
         create: EngineFactory = importlib.import_module(f"pdd{worker.engine}.engine").create

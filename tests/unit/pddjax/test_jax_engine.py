@@ -74,6 +74,15 @@ def test_importing_the_package_and_its_threads_imports_no_jax() -> None:
         environment(0)
 
 
+def test_an_engine_on_the_cpu_opens_no_tpu() -> None:
+    """Though libtpu is installed: it is not even loaded. A worker for another device decides for itself."""
+    code = "import jax; assert jax.devices('cpu'); print('libtpu' in open('/proc/self/maps').read())"
+    bare = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    ended = subprocess.run([sys.executable, "-c", code], env=bare | environment(1), capture_output=True, text=True, timeout=120, check=True)
+    assert ended.stdout.strip() == "False"
+    assert "JAX_PLATFORMS" not in environment(1, "tpu")
+
+
 def test_a_thread_count_that_is_not_in_force_is_counted(model_dir: Path) -> None:
     assert jnp.zeros(1).sum() == 0  # the client exists, with the threads it has
     assert create(str(model_dir), replace(CONFIG, num_threads=61)).stats().fallbacks == {"num_threads_not_applied": 1}
