@@ -56,6 +56,8 @@ class LinkConfig(_Strict):
 class WorkerConfig(_Strict):
     """One worker process. ``port`` and ``kv_port`` may be left out: the launcher then picks free ones. ``model``: where this worker finds
     the model, if not where the config says (GGUF at one site, safetensors at the other); the handshake refuses a different one.
+    ``max_decode_wait_chunks``: steps with a prefill chunk that a decode row is left out of at most, where there are more rows than
+    ``max_rows``.
     """
 
     name: Name
@@ -70,6 +72,7 @@ class WorkerConfig(_Strict):
     max_context_tokens: Annotated[int, Field(ge=2)]
     max_step_tokens: Annotated[int, Field(ge=1)] = 256
     max_rows: Annotated[int, Field(ge=1)] = 8
+    max_decode_wait_chunks: Annotated[int, Field(ge=1)] = 1
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     prefix_cache: bool = True
     host: str = "127.0.0.1"

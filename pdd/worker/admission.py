@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from bisect import insort
 from collections.abc import Collection
 
+from pdd.worker.fairness import TenantService
 from pdd.worker.kv_memory import KVMemory
 from pdd.worker.preemption import choose_victim
 from pdd.worker.request import Phase, RequestState
@@ -16,23 +16,24 @@ logger = logging.getLogger(__name__)
 class Admission:
     """``num_preemptions``: requests that lost their pages to another, so far."""
 
-    def __init__(self, memory: KVMemory) -> None:
+    def __init__(self, memory: KVMemory, service: TenantService) -> None:
         self.num_preemptions = 0
         self._memory = memory
-        self._waiting: list[RequestState] = []  # in order of arrival: preempted ones come before new ones
+        self._service = service
+        self._waiting: list[RequestState] = []
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
     def first(self) -> RequestState | None:
-        """Who is admitted next; None when nobody waits."""
-        return self._waiting[0] if self._waiting else None
+        """Who is admitted next: the oldest of the least served tenant, so a preempted one before a new one. None when nobody waits."""
+        return min(self._waiting, key=lambda r: (self._service.of(r.tenant), r.order), default=None)
 
     def enqueue(self, request: RequestState) -> None:
-        """``request`` waits for pages, in the place of its arrival."""
+        """``request`` waits for pages."""
         request.phase = Phase.WAITING
-        insort(self._waiting, request, key=lambda r: r.order)
+        self._waiting.append(request)
 
     def remove(self, request: RequestState) -> None:
         """``request`` waits no longer, if it did."""
@@ -45,9 +46,10 @@ class Admission:
         While others run, a page each is left for their growth: admitting to the last page would only preempt again.
         """
         headroom = sum(1 for r in requests if r.phase is Phase.ACTIVE)
-        if not self._memory.admit(self._waiting[0], headroom):
+        first = self.first()
+        if first is None or not self._memory.admit(first, headroom):
             return False
-        self._waiting.pop(0)
+        self._waiting.remove(first)
         return True
 
     def grow(self, request: RequestState, num_tokens: int, requests: Collection[RequestState]) -> bool:

@@ -15,6 +15,7 @@ from pdd.errors import Code
 from pdd.worker import messages as m
 from pdd.worker.admission import Admission
 from pdd.worker.batch import BatchRow, build_step
+from pdd.worker.fairness import TenantService
 from pdd.worker.kv_memory import KVMemory
 from pdd.worker.metrics import Counters
 from pdd.worker.push_feed import PushFeed
@@ -32,12 +33,13 @@ Emit = Callable[[str, m.Event], None]
 @dataclass(frozen=True)
 class ExecutorLimits:
     """``max_waiting``: requests that may wait for pages. ``push_window_bytes``: unacknowledged KV per push target.
-    ``push_piece_bytes``: about how much one read copies.
+    ``push_piece_bytes``: about how much one read copies. ``max_decode_wait_chunks``: see :class:`pdd.worker.scheduler.StepBudget`.
     """
 
     max_waiting: int = 256
     push_window_bytes: int = 64 * 1024 * 1024
     push_piece_bytes: int = 4 * 1024 * 1024
+    max_decode_wait_chunks: int = 1
 
 
 class Executor:
@@ -48,12 +50,13 @@ class Executor:
         self._engine = engine
         self._emit = emit
         self._limits = limits
-        self._budget = StepBudget(config.max_step_tokens, config.max_rows)
+        self._budget = StepBudget(config.max_step_tokens, config.max_rows, limits.max_decode_wait_chunks)
         self._page_size = config.page_size
         self._max_context_tokens = min(config.max_context_tokens, engine.spec.max_context_tokens)
         self._memory = KVMemory(config.num_pages, config.page_size, engine.copy_page, use_prefix_cache)
         self._requests: dict[str, RequestState] = {}  # in order of arrival
-        self._admission = Admission(self._memory)
+        self._service = TenantService()
+        self._admission = Admission(self._memory, self._service)
         self._num_opened = 0
         self._counters = Counters()
         self._compilations_at_start = engine.stats().compilations
@@ -149,6 +152,7 @@ class Executor:
             push=self._push_feed(command),
         )
         self._requests[request.request_id] = request
+        self._service.arrive(request.tenant)
         self._admission.enqueue(request)
         self.admit_waiting()
 
@@ -189,6 +193,7 @@ class Executor:
         if request is None:
             return
         self._admission.remove(request)
+        self._service.leave(request.tenant)
         self._memory.release(request)
 
     def _place(self, command: m.PlaceKV) -> None:
@@ -258,10 +263,12 @@ class Executor:
 
     def _apply(self, rows: list[BatchRow], result: StepResult) -> None:
         records = iter(result.records)
+        self._count_waiting(rows)
         for row in rows:
             request, before = row.request, row.request.kv_len
             request.kv_len += row.num_tokens
             request.last_step = self._counters.steps
+            self._service.serve(request.tenant, row.num_tokens, int(row.samples))
             prompt_tokens = max(0, min(request.kv_len, request.prompt_kv_len) - before)
             request.computed_prompt_tokens += prompt_tokens
             self._counters.computed_prompt_tokens += prompt_tokens
@@ -273,6 +280,16 @@ class Executor:
                 self._counters.sampled_tokens += 1
                 self._emit(request.request_id, m.Tokens(request.log_len - 1, (record,)))
                 self._settle(request)
+
+    def _count_waiting(self, rows: list[BatchRow]) -> None:
+        """Before what ``rows`` computed counts: which decode rows stood behind a chunk."""
+        served = {row.request.request_id for row in rows}
+        has_chunk = any(not (row.samples and row.num_tokens == 1) for row in rows)
+        for request in self._requests.values():
+            if request.request_id in served or not request.is_decode_row:
+                request.chunks_waited = 0
+            elif has_chunk:
+                request.chunks_waited += 1
 
     def _read_for_push(self, request: RequestState) -> None:
         """Copy to the host what receivers have room for. Prefix hits are pushed like computed positions."""
@@ -299,7 +316,7 @@ class Executor:
         stalled: set[str] = set()
         while True:
             demands = [
-                RowDemand(r.request_id, r.order, r.num_pending, r.decode, r.last_step)
+                RowDemand(r.request_id, r.order, r.num_pending, r.decode, r.last_step, r.chunks_waited, self._service.of(r.tenant))
                 for r in self._requests.values()
                 if r.phase is Phase.ACTIVE and r.num_pending and r.request_id not in stalled
             ]

@@ -55,6 +55,7 @@ class RequestState:
     hit_tokens: int = 0
     computed_prompt_tokens: int = 0
     last_step: int = 0
+    chunks_waited: int = 0  # steps with a chunk that left out its decode row, since its last row
     prompt_reported: bool = False  # Prefilled or KvComplete was sent
     was_admitted: bool = False  # Reserved was sent
     unanswered_ingests: list[int] = field(default_factory=list)  # log lengths, in order
@@ -76,6 +77,11 @@ class RequestState:
     @property
     def num_pending(self) -> int:
         return max(0, self.target_len - self.kv_len)
+
+    @property
+    def is_decode_row(self) -> bool:
+        """Whether all that is left to compute is one token, which samples."""
+        return self.phase is Phase.ACTIVE and self.decode and self.num_pending == 1
 
     @property
     def has_open_transfer(self) -> bool:
