@@ -126,7 +126,7 @@ class Llama(nnx.Module):
         Returns hidden states [hidden, T] before the last norm, and the pages.
         """
         cos, sin = self.rope[...][:, positions].transpose(0, 2, 1)
-        x = self.embedding[...][token_ids].T
+        x = self.lookup(token_ids).T
         structure = nnx.graphdef(self.layers[0])
 
         @jax.jit  # all layers are one function of their weights: traced once instead of once per layer
@@ -138,6 +138,10 @@ class Llama(nnx.Module):
             x, written = run(nnx.state(layer), x, layer_pages)
             new_pages.append(written)
         return x, new_pages
+
+    def lookup(self, token_ids: jax.Array) -> jax.Array:
+        """Rows of the embedding: ``token_ids`` [T] i32 -> [T, hidden]. A model that holds a part of the table has its own."""
+        return self.embedding[...][token_ids]
 
     def head(self, hidden: jax.Array) -> jax.Array:
         """[hidden, S] -> float32 logits [vocab, S]."""
