@@ -16,6 +16,7 @@ from pddbridge.model_spec import ModelSpec
 from pddjax.batch import DecodeBatch, RaggedBatch
 from pddjax.model import Attend, Llama
 from pddkernels.kv_pages.portable_xla import gather, place
+from pddkernels.ragged_paged_attention.options import AttentionOptions
 from pddkernels.ragged_paged_attention.portable_xla import decode_attention, ragged_attention
 
 Leaves = tuple[jax.Array, ...]
@@ -51,7 +52,7 @@ class ModelFunctions:
         leaves, self._tree = jax.tree.flatten(state)
         self.leaves: Leaves = tuple(leaves)
         self._graph = graph
-        self._scale = spec.head_dim**-0.5
+        self._options = AttentionOptions(spec.head_dim**-0.5)
         self._kv_dtype = kv_dtype
 
     def decode(self, leaves: Leaves, pages: Pages, batch: DecodeBatch) -> tuple[jax.Array, Pages]:
@@ -88,11 +89,11 @@ class ModelFunctions:
         return hidden[:, sample_columns], pages
 
     def _attend_decode(self, queries: jax.Array, pages: jax.Array, batch: DecodeBatch) -> jax.Array:
-        return decode_attention(queries, pages, batch.page_tables, batch.context_lens, batch.num_new, self._scale, self._kv_dtype)
+        return decode_attention(queries, pages, batch.page_tables, batch.context_lens, batch.num_new, self._options, self._kv_dtype)
 
     def _attend_ragged(self, queries: jax.Array, pages: jax.Array, batch: RaggedBatch) -> jax.Array:
         large, small = (batch.large_fields, batch.large_count), (batch.small_fields, batch.small_count)
-        return ragged_attention(queries, pages, batch.page_tables, large, small, self._scale, self._kv_dtype)
+        return ragged_attention(queries, pages, batch.page_tables, large, small, self._options, self._kv_dtype)
 
 
 def read_slots(pages: jax.Array, slots: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from pddbridge.model_spec import ModelSpec
 from pddbridge.rope import inverse_frequencies
 from pddkernels.kv_pages.portable_torch import write_rows
+from pddkernels.ragged_paged_attention.options import AttentionOptions
 from pddkernels.ragged_paged_attention.portable_torch import ragged_paged_attention
 from pddtorch.batch import Batch
 from pddtorch.weights import ModelWeights
@@ -32,7 +33,7 @@ class LlamaModel:
         What only the last layer's hidden states would need is computed for sampling rows alone.
         """
         spec, eps = self._spec, self._spec.rms_norm_eps
-        num_rotated, scale = spec.num_heads + spec.num_kv_heads, spec.head_dim**-0.5
+        num_rotated, options = spec.num_heads + spec.num_kv_heads, AttentionOptions(spec.head_dim**-0.5)
         cos, sin = self._rotation(batch.positions)
         hidden = F.embedding(batch.token_ids, self._weights.embedding).float()
         last = len(kv_layers) - 1
@@ -44,7 +45,7 @@ class LlamaModel:
             if index == last and not len(batch.sample_tokens):
                 return None
             queries = rotated[:, : spec.num_heads].to(self._dtype)
-            attended = ragged_paged_attention(queries, k_pages, v_pages, batch.attention, scale).view(len(hidden), -1)
+            attended = ragged_paged_attention(queries, k_pages, v_pages, batch.attention, options).view(len(hidden), -1)
             if index == last:
                 hidden, attended = hidden[batch.sample_tokens], attended[batch.sample_tokens]
             hidden += layer.output(attended)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pddkernels.kv_pages.portable_xla import decode, encode
+from pddkernels.ragged_paged_attention.options import AttentionOptions
 
 LARGE_BLOCK: Final = 128  # queries; amortises reading a row's keys. Measured on 2 AVX-512 cores: 32 takes 1.6 times as long
 SMALL_BLOCK: Final = 16
@@ -65,11 +66,12 @@ def ragged_attention(
     page_tables: jax.Array,
     large: tuple[jax.Array, jax.Array],
     small: tuple[jax.Array, jax.Array],
-    scale: float,
+    options: AttentionOptions,
     kv_dtype: jnp.dtype,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """``queries`` [T, heads, dim] float, the new tokens' KV already stored · ``page_tables`` [R, P] i32 · ``large``, ``small``:
-    (fields, count) of :func:`plan_query_blocks`. Returns float32 [T, heads, dim]; zeros for tokens in no block.
+    (fields, count) of :func:`plan_query_blocks` · ``sinks`` [heads] float32. Returns float32 [T, heads, dim]; zeros for tokens in no block.
     """
     num_tokens = queries.shape[0]
     # Blocks are read and written whole; the margin keeps the last one from being shifted back by the bounds check of dynamic slices.
@@ -81,7 +83,7 @@ def ragged_attention(
             row, token, length, position = fields[i, 0], fields[i, 1], fields[i, 2], fields[i, 3]
             block = jax.lax.dynamic_slice_in_dim(padded, token, size, 0)
             table = jax.lax.dynamic_slice_in_dim(page_tables, row, 1, 0)
-            fresh = attend(block[None], pages, table, position[None], length[None], scale, kv_dtype, _BLOCK_KEYS)[0]
+            fresh = attend(block[None], pages, table, position[None], length[None], options, kv_dtype, _BLOCK_KEYS, sinks)[0]
             # A block's rows past its length belong to the next block.
             stale = jax.lax.dynamic_slice_in_dim(out, token, size, 0)
             merged = jnp.where((jnp.arange(size) < length)[:, None, None], fresh, stale)
@@ -97,14 +99,16 @@ def decode_attention(
     page_tables: jax.Array,
     context_lens: jax.Array,
     num_new: jax.Array,
-    scale: float,
+    options: AttentionOptions,
     kv_dtype: jnp.dtype,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """One new token per row: ``queries`` [R, heads, dim] · ``context_lens`` [R] · ``num_new`` [R]: 1, or 0 for padding rows.
+    """One new token per row: ``queries`` [R, heads, dim] · ``context_lens`` [R] · ``num_new`` [R]: 1, or 0 for padding rows ·
+    ``sinks`` [heads] float32.
 
     Returns float32 [R, heads, dim].
     """
-    return attend(queries[:, None], pages, page_tables, context_lens, num_new, scale, kv_dtype, _DECODE_KEYS)[:, 0]
+    return attend(queries[:, None], pages, page_tables, context_lens, num_new, options, kv_dtype, _DECODE_KEYS, sinks)[:, 0]
 
 
 def attend(
@@ -113,13 +117,14 @@ def attend(
     page_tables: jax.Array,
     context_lens: jax.Array,
     num_new: jax.Array,
-    scale: float,
+    options: AttentionOptions,
     kv_dtype: jnp.dtype,
     num_keys: int,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """``queries`` [B, N, heads, dim], block b's query i at position ``context_lens[b] + i``, the first ``num_new[b]`` of them valid ·
-    ``page_tables`` [B, P] i32 · about ``num_keys`` keys are read per pass. Returns float32 [B, N, heads, dim]; rows past ``num_new`` are
-    arbitrary but finite if the queries are.
+    ``page_tables`` [B, P] i32 · about ``num_keys`` keys are read per pass · ``sinks`` [heads] float32. Returns float32 [B, N, heads, dim];
+    rows past ``num_new`` are arbitrary but finite if the queries are. Pages wholly before a block's window are skipped.
     """
     num_blocks, block_size, num_heads, dim = queries.shape
     _, page_size, planes, _ = pages.shape
@@ -129,10 +134,20 @@ def attend(
     num_keys = pages_per_pass * page_size
     page_tables = jnp.pad(page_tables, ((0, 0), (0, -page_tables.shape[1] % pages_per_pass)))
     kv_lens = context_lens + num_new
+    if options.window is not None:
+        # Each block's table starts with the page of the first key that its first query sees.
+        lowest = jnp.maximum(context_lens - options.window + 1, 0)
+        first_pages = lowest // page_size
+        columns = first_pages[:, None] + jnp.arange(page_tables.shape[1])
+        page_tables = jnp.take_along_axis(page_tables, columns, axis=1, mode="clip")
+        offsets = first_pages * page_size
+        num_passes = ((kv_lens - offsets).max() + num_keys - 1) // num_keys
+    else:
+        num_passes = (kv_lens.max() + num_keys - 1) // num_keys
 
     # Matrix rows of a KV head are its group's queries: [B, kv_heads, group * N, dim].
     q = queries.astype(jnp.float32).reshape(num_blocks, block_size, kv_heads, group, dim).transpose(0, 2, 3, 1, 4)
-    q = q.reshape(num_blocks, kv_heads, group * block_size, dim) * scale
+    q = q.reshape(num_blocks, kv_heads, group * block_size, dim) * options.scale
     last_key = jnp.minimum(context_lens[:, None] + jnp.arange(block_size), kv_lens[:, None] - 1)
     last_key = jnp.tile(last_key, (1, group))[:, None, :, None]
 
@@ -141,10 +156,19 @@ def attend(
         ids = jax.lax.dynamic_slice_in_dim(page_tables, i * pages_per_pass, pages_per_pass, 1)
         kv = decode(pages.at[ids].get(mode="clip"), kv_dtype).reshape(num_blocks, num_keys, kv_heads, 2, dim)
         position = i * num_keys + jnp.arange(num_keys)
-        stored = (position < kv_lens[:, None])[:, :, None, None, None]
-        kv = jnp.where(stored, kv, 0).astype(jnp.float32).transpose(3, 0, 2, 1, 4)
+        if options.window is None:
+            stored = position < kv_lens[:, None]
+            seen = position <= last_key
+        else:
+            position = offsets[:, None] + position
+            stored = (position >= lowest[:, None]) & (position < kv_lens[:, None])
+            position = position[:, None, None, :]
+            seen = (position <= last_key) & (position > last_key - options.window)
+        kv = jnp.where(stored[:, :, None, None, None], kv, 0).astype(jnp.float32).transpose(3, 0, 2, 1, 4)
         scores = jnp.einsum("bhmd,bhkd->bhmk", q, kv[0], precision=jax.lax.Precision.HIGHEST)
-        scores = jnp.where(position <= last_key, scores, _MASKED)
+        if options.soft_cap is not None:
+            scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
+        scores = jnp.where(seen, scores, _MASKED)
         new_highest = jnp.maximum(highest, scores.max(-1))
         weights = jnp.exp(scores - new_highest[..., None])
         shrink = jnp.exp(highest - new_highest)
@@ -152,9 +176,12 @@ def attend(
         return new_highest, total * shrink + weights.sum(-1), out * shrink[..., None] + gained
 
     rows = (num_blocks, kv_heads, group * block_size)
-    start = (jnp.full(rows, _MASKED, jnp.float32), jnp.zeros(rows, jnp.float32), jnp.zeros((*rows, dim), jnp.float32))
-    num_passes = (kv_lens.max() + num_keys - 1) // num_keys
-    _, total, out = jax.lax.fori_loop(0, num_passes, one_pass, start)
+    if sinks is None:
+        highest, total = jnp.full(rows, _MASKED, jnp.float32), jnp.zeros(rows, jnp.float32)
+    else:  # as if one key with this score and no value had been read already
+        by_row = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(kv_heads, group, 1), (kv_heads, group, block_size))
+        highest, total = jnp.broadcast_to(by_row.reshape(rows[1:]), rows), jnp.ones(rows, jnp.float32)
+    _, total, out = jax.lax.fori_loop(0, num_passes, one_pass, (highest, total, jnp.zeros((*rows, dim), jnp.float32)))
     out = out / jnp.where(total > 0, total, 1)[..., None]  # total is 0 only where nothing was read: padding rows
     return out.reshape(num_blocks, kv_heads, group, block_size, dim).transpose(0, 3, 1, 2, 4).reshape(queries.shape)
 
@@ -165,18 +192,19 @@ def ragged_paged_attention(
     row_starts: np.ndarray,
     context_lens: np.ndarray,
     page_tables: np.ndarray,
-    scale: float,
+    options: AttentionOptions,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """The op as :mod:`pddkernels.ragged_paged_attention.reference` defines it, planned on the host: float32 [T, heads, dim].
 
     ``queries`` [T, heads, dim] · ``kv_pages`` [pages, page_size, 2 * kv_heads, dim] in the KV dtype (float32, bfloat16, float16), the new
-    tokens' KV already stored · ``row_starts`` [R+1], ``context_lens`` [R], ``page_tables`` [R, P] i32 on the host.
+    tokens' KV already stored · ``row_starts`` [R+1], ``context_lens`` [R], ``page_tables`` [R, P] i32 on the host · ``sinks`` [heads]
+    float32.
     """
     kv_dtype = kv_pages.dtype
     large, small = plan_query_blocks(row_starts, context_lens, queries.shape[0], len(context_lens))
-    return _ragged_jit(
-        queries, encode(kv_pages, kv_dtype), page_tables, (large.fields, large.count), (small.fields, small.count), scale, kv_dtype.name
-    )
+    pages = encode(kv_pages, kv_dtype)
+    return _ragged_jit(queries, pages, page_tables, (large.fields, large.count), (small.fields, small.count), options, kv_dtype.name, sinks)
 
 
 def _ragged(
@@ -185,13 +213,14 @@ def _ragged(
     page_tables: jax.Array,
     large: tuple[jax.Array, jax.Array],
     small: tuple[jax.Array, jax.Array],
-    scale: float,
+    options: AttentionOptions,
     kv_dtype: str,
+    sinks: jax.Array | None,
 ) -> jax.Array:
-    return ragged_attention(queries, pages, page_tables, large, small, scale, jnp.dtype(kv_dtype))
+    return ragged_attention(queries, pages, page_tables, large, small, options, jnp.dtype(kv_dtype), sinks)
 
 
-_ragged_jit = jax.jit(_ragged, static_argnames=("scale", "kv_dtype"))
+_ragged_jit = jax.jit(_ragged, static_argnames=("options", "kv_dtype"))
 
 
 def _padded(blocks: list[_Fields], limit: int) -> QueryBlocks:
