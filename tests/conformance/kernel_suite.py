@@ -54,10 +54,17 @@ FIXED_BATCHES: Final[dict[str, BatchSpec]] = {
     "window, cap and sinks": BatchSpec(_MIXED_ROWS, 3, 3, 64, page_size=3, window=21, soft_cap=2.0, sinks=True),
 }
 
-# The heads of real models on a batch of a decode row, one at a page's end, an extend.
+# The heads of real models on a batch of a decode row, one at a page's end, an extend. Windows are shorter than the models', to be felt.
 REAL_BATCHES: Final[dict[str, BatchSpec]] = {
     name: BatchSpec(
-        (RowSpec(33, 1), RowSpec(16, 1), RowSpec(5, 9)), shape.num_kv_heads, shape.num_heads // shape.num_kv_heads, shape.head_dim, 16
+        (RowSpec(33, 1), RowSpec(16, 1), RowSpec(5, 9)),
+        num_kv_heads=shape.num_kv_heads,
+        group=shape.num_heads // shape.num_kv_heads,
+        dim=shape.head_dim,
+        page_size=16,
+        window=None if shape.windows == (None,) else 11,
+        soft_cap=shape.soft_cap,
+        sinks=shape.sinks,
     )
     for name, shape in MODEL_SHAPES.items()
 }

@@ -10,6 +10,7 @@ Pages are as in :mod:`pddkernels.kv_pages.portable_xla`. Masked keys *and* value
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,9 +25,9 @@ LARGE_BLOCK: Final = 128  # queries; amortises reading a row's keys. Measured on
 SMALL_BLOCK: Final = 16
 # A remainder of more tokens than this gets a large block: two small blocks read the keys twice, three cost as much as a large one.
 SMALL_REMAINDER: Final = 2 * SMALL_BLOCK
-_DECODE_KEYS: Final = 128  # keys per pass of the loop, in tokens
-_BLOCK_KEYS: Final = 256
-_MASKED: Final = -1e30  # finite: a row of nothing but masked scores must not become NaN
+DECODE_KEYS: Final = 128  # keys per pass of the loop, in tokens
+BLOCK_KEYS: Final = 256
+MASKED: Final = -1e30  # finite: a row of nothing but masked scores must not become NaN
 
 _Fields = tuple[int, int, int, int]
 
@@ -73,17 +74,37 @@ def ragged_attention(
     """``queries`` [T, heads, dim] float, the new tokens' KV already stored · ``page_tables`` [R, P] i32 · ``large``, ``small``:
     (fields, count) of :func:`plan_query_blocks` · ``sinks`` [heads] float32. Returns float32 [T, heads, dim]; zeros for tokens in no block.
     """
+
+    def attend_block(block: jax.Array, table: jax.Array, position: jax.Array, length: jax.Array) -> jax.Array:
+        return attend(block, pages, table, position, length, options, kv_dtype, BLOCK_KEYS, sinks)
+
+    return over_query_blocks(queries, page_tables, large, small, attend_block, queries.shape[2])
+
+
+def over_query_blocks(
+    queries: jax.Array,
+    page_tables: jax.Array,
+    large: tuple[jax.Array, jax.Array],
+    small: tuple[jax.Array, jax.Array],
+    attend_block: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array],
+    out_dim: int,
+) -> jax.Array:
+    """Run ``attend_block`` over all blocks of a step: float32 [T, heads, out_dim], zeros for tokens in no block.
+
+    ``attend_block`` takes queries [1, N, heads, dim], a page table [1, P], a first position [1] and a number of valid queries [1]; it gives
+    [1, N, heads, out_dim].
+    """
     num_tokens = queries.shape[0]
     # Blocks are read and written whole; the margin keeps the last one from being shifted back by the bounds check of dynamic slices.
     padded = jnp.pad(queries.astype(jnp.float32), ((0, LARGE_BLOCK), (0, 0), (0, 0)))
-    out = jnp.zeros_like(padded)
+    out = jnp.zeros((*padded.shape[:2], out_dim), jnp.float32)
     for (fields, count), size in ((large, LARGE_BLOCK), (small, SMALL_BLOCK)):
 
         def one_block(i: jax.Array, out: jax.Array, fields: jax.Array = fields, size: int = size) -> jax.Array:
             row, token, length, position = fields[i, 0], fields[i, 1], fields[i, 2], fields[i, 3]
             block = jax.lax.dynamic_slice_in_dim(padded, token, size, 0)
             table = jax.lax.dynamic_slice_in_dim(page_tables, row, 1, 0)
-            fresh = attend(block[None], pages, table, position[None], length[None], options, kv_dtype, _BLOCK_KEYS, sinks)[0]
+            fresh = attend_block(block[None], table, position[None], length[None])[0]
             # A block's rows past its length belong to the next block.
             stale = jax.lax.dynamic_slice_in_dim(out, token, size, 0)
             merged = jnp.where((jnp.arange(size) < length)[:, None, None], fresh, stale)
@@ -108,7 +129,7 @@ def decode_attention(
 
     Returns float32 [R, heads, dim].
     """
-    return attend(queries[:, None], pages, page_tables, context_lens, num_new, options, kv_dtype, _DECODE_KEYS, sinks)[:, 0]
+    return attend(queries[:, None], pages, page_tables, context_lens, num_new, options, kv_dtype, DECODE_KEYS, sinks)[:, 0]
 
 
 def attend(
@@ -168,7 +189,7 @@ def attend(
         scores = jnp.einsum("bhmd,bhkd->bhmk", q, kv[0], precision=jax.lax.Precision.HIGHEST)
         if options.soft_cap is not None:
             scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
-        scores = jnp.where(seen, scores, _MASKED)
+        scores = jnp.where(seen, scores, MASKED)
         new_highest = jnp.maximum(highest, scores.max(-1))
         weights = jnp.exp(scores - new_highest[..., None])
         shrink = jnp.exp(highest - new_highest)
@@ -177,7 +198,7 @@ def attend(
 
     rows = (num_blocks, kv_heads, group * block_size)
     if sinks is None:
-        highest, total = jnp.full(rows, _MASKED, jnp.float32), jnp.zeros(rows, jnp.float32)
+        highest, total = jnp.full(rows, MASKED, jnp.float32), jnp.zeros(rows, jnp.float32)
     else:  # as if one key with this score and no value had been read already
         by_row = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(kv_heads, group, 1), (kv_heads, group, block_size))
         highest, total = jnp.broadcast_to(by_row.reshape(rows[1:]), rows), jnp.ones(rows, jnp.float32)

@@ -1,0 +1,1 @@
+"""Multi-head latent attention over paged KV, heads absorbed: every head attends to the same latents."""
