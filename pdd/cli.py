@@ -94,6 +94,56 @@ def check(config: ConfigArgument) -> None:
         print(f"{worker.name}: {worker.role} on {worker.engine}:{worker.device} at site {worker.site}, page {worker.page_size}")
 
 
+def _wide_console() -> Console:
+    """Where nobody reads along (a file, a pipe) tables need not fit into 80 columns."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=200)
+
+
+@app.command()
+def conform(
+    a: Annotated[str, typer.Option("--a", help="ENGINE:DEVICE of one side, as in jax:cpu")],
+    b: Annotated[str, typer.Option("--b", help="ENGINE:DEVICE of the other, as in torch:cuda")],
+    model: Annotated[str, typer.Option("--model", help="what both should be: smollm2-135m, org/name once pulled, or a directory")],
+    model_b: Annotated[str | None, typer.Option("--model-b", help="where b finds it, if elsewhere: the same model in another form")] = None,
+    dtype: Annotated[str, typer.Option(help="of compute and KV: float32, bfloat16 or both")] = "both",
+    levels: Annotated[str, typer.Option(help="some of L0,L1,L2,L3,L4")] = "L0,L1,L2,L3,L4",
+    seed: Annotated[int, typer.Option(help="of prompts, bits and sampling")] = 0,
+    prompt_tokens: Annotated[int, typer.Option(help="of the prompt that is handed over")] = 270,
+    threads: Annotated[int, typer.Option(help="of each engine on the host")] = 1,
+    page_a: Annotated[int, typer.Option(help="page size of a's KV, tokens")] = 32,
+    page_b: Annotated[int, typer.Option(help="page size of b's KV, tokens")] = 16,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the report here")] = None,
+) -> None:
+    """Whether two engines on their devices agree, from bytes to whole streams. Exit status 1 when a level fails, 2 for wrong options."""
+    from pdd.conform.command import Request, conform_status
+
+    request = Request(a, b, model, model_b, dtype, levels, seed, prompt_tokens, threads, (page_a, page_b), json_file)
+    try:
+        raise typer.Exit(conform_status(request, cache_dir(), _wide_console()))
+    except (ValueError, OSError) as error:
+        _fail(error)
+        raise typer.Exit(2) from error
+
+
+@app.command("compile")
+def compile_targets(
+    target: Annotated[list[str], typer.Option("--target", help="tpu-v5e, tpu-v6e, tpu-v5p, cuda-sm80, cuda-sm90, hip-gfx942; or all")],
+    small: Annotated[bool, typer.Option("--small", help="each kernel at one shape, no whole steps")] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="compiling processes at once")] = 1,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the rows here")] = None,
+) -> None:
+    """Compile every kernel, and for TPUs whole engine steps, for chips that are not here. Exit status 1 when something does not compile."""
+    from pdd.compile.command import compile_status
+    from pdd.launch.serve import end_on_signal
+
+    end_on_signal()
+    try:
+        raise typer.Exit(compile_status(target, small, jobs, json_file, Console(highlight=False)))
+    except (ValueError, OSError) as error:
+        raise _fail(error) from error
+
+
 @bench.command()
 def ttft(
     config: ConfigArgument = _DEFAULT_CONFIG,

@@ -12,12 +12,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Piece:
-    """One streamed chunk that carried tokens: its text, who made them, when it came (seconds after the request was sent)."""
+    """One streamed chunk that carried tokens: its text, who made them, their ids, when it came (seconds after the request was sent)."""
 
     text: str
     origin: str
-    num_tokens: int
+    token_ids: tuple[int, ...]
     at_s: float
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ def _piece(choice: dict[str, object], at_s: float) -> Piece | None:
         return None
     delta = choice.get("delta")
     text = delta.get("content") if isinstance(delta, dict) else choice.get("text")
-    return Piece(str(text or ""), str(extra["origin"]), len(extra.get("token_ids", [])), at_s)
+    return Piece(str(text or ""), str(extra["origin"]), tuple(extra.get("token_ids", ())), at_s)
 
 
 def _message(body: bytes) -> str:

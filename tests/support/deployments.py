@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Sequence
 
 import grpc
 
 from pdd.config import LaunchConfig
 from pdd.launch.local import Deployment
-from pddbridge import stops
-from pddbridge.rpc.convert import params_to_proto
 from pddbridge.rpc.gen import worker_pb2, worker_pb2_grpc
-from pddbridge.sampling_params import SamplingParams
 from tests.support.ledger import IDLE_WITHIN_S, busy
 
 
@@ -84,42 +79,6 @@ def assert_idle(deployment: Deployment, within_s: float = IDLE_WITHIN_S) -> None
             return
         assert time.monotonic() < deadline_s, f"after {within_s} s still held: {held}"
         time.sleep(0.02)
-
-
-async def single_engine_run(address: str, prompt_ids: Sequence[int], params: SamplingParams, tenant: str = "single") -> list[int]:
-    """The same request on one worker alone: it prefills, decodes and stops by the shared stop rule. The yardstick of stream equality."""
-    async with grpc.aio.insecure_channel(address) as channel:
-        call = worker_pb2_grpc.WorkerStub(channel).Attach()
-        await call.write(
-            worker_pb2.WorkerCommand(
-                open=worker_pb2.Open(
-                    request_id=f"single-{time.monotonic_ns()}-{id(call)}",
-                    tenant=tenant,
-                    prompt_ids=prompt_ids,
-                    sampling=params_to_proto(params),
-                    kv_source=worker_pb2.KV_SOURCE_COMPUTE,
-                    decode=True,
-                    timeout_s=120.0,
-                )
-            )
-        )
-        log: list[int] = []
-        async for event in call:
-            assert event.WhichOneof("event") != "failed", event
-            log.extend(record.token_id for record in event.tokens.records)
-            if stops.finish_reason(params, log) is not None:
-                call.cancel()
-                return log
-    raise AssertionError(f"the worker ended its stream after {len(log)} tokens")
-
-
-def single_engine_runs(address: str, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[list[int]]:
-    """Several, one after another: nothing else is in the batch."""
-
-    async def run() -> list[list[int]]:
-        return [await single_engine_run(address, prompt, params) for prompt, params in requests]
-
-    return asyncio.run(run())
 
 
 def worker_address(deployment: Deployment, name: str) -> str:

@@ -11,11 +11,12 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from pdd.conform.single_run import single_engine_runs
 from pdd.launch.local import Deployment
 from pdd.serving.text.model import TextModel
 from pddbridge.sampling_params import SamplingParams
 from tests.support.clients import body_of, complete_all
-from tests.support.deployments import assert_idle, launch_config, single_engine_runs, worker_address
+from tests.support.deployments import assert_idle, launch_config, worker_address
 from tests.support.oracle import model as oracle_model
 from tests.system.conftest import Running
 

@@ -12,10 +12,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from pdd.conform.single_run import single_engine_runs
 from pddbridge.links import nixl
 from pddbridge.sampling_params import SamplingParams
 from tests.support.clients import Streamed, body_of, complete_all
-from tests.support.deployments import ledger, single_engine_runs, worker_address
+from tests.support.deployments import ledger, worker_address
 from tests.support.oracle import greedy
 from tests.system.conftest import Running
 

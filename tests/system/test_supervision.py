@@ -11,12 +11,13 @@ from pathlib import Path
 import httpx
 import pytest
 
+from pdd.conform.single_run import single_engine_runs
 from pdd.launch.local import Deployment
 from pdd.launch.process import ChildEvent
 from pdd.launch.supervise import MAX_RESTARTS, Supervisor
 from pddbridge.sampling_params import SamplingParams
 from tests.support.clients import Streamed, body_of, complete, complete_all
-from tests.support.deployments import assert_idle, launch_config, single_engine_runs, worker_address
+from tests.support.deployments import assert_idle, launch_config, worker_address
 
 pytestmark = pytest.mark.system
 
