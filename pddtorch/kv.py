@@ -7,7 +7,7 @@ import torch
 
 from pddbridge.engine import KVBlock
 from pddbridge.kv_spec import HeadRange, KVGroup, KVPlane, KVSpec, LayerRange, TokenRange
-from pddkernels.kv_pages.portable_torch import read_rows, slot_rows, write_rows
+from pddkernels.kv_pages.portable_torch import pack_tokens, slot_rows, unpack_tokens
 from pddtorch.arrays import TORCH_DTYPES, to_numpy, to_torch
 
 
@@ -34,10 +34,7 @@ class KVPool:
             pool = self._planes[plane.name]
             heads = HeadRange(0, plane.num_heads)
             rows = self._rows(page_table, tokens, heads, plane)
-            shape = (len(pool), len(tokens), len(heads), plane.head_dim)
-            values = torch.empty(shape, dtype=pool.dtype, device=pool.device)
-            for layer_pool, layer_values in zip(pool, values, strict=True):
-                layer_values.copy_(read_rows(layer_pool, rows).view(layer_values.shape))
+            values = pack_tokens(pool.unbind(0), rows, len(heads))
             blocks.append(KVBlock(plane.name, LayerRange(0, len(pool)), tokens, heads, to_numpy(values)))
         return tuple(blocks)
 
@@ -47,8 +44,7 @@ class KVPool:
         pool = self._planes[plane.name]
         rows = self._rows(page_table, block.tokens, block.heads, plane)
         values = to_torch(block.values).to(pool.device)
-        for layer_pool, layer_values in zip(pool[block.layers.start : block.layers.stop], values, strict=True):
-            write_rows(layer_pool, rows, layer_values)
+        unpack_tokens(pool[block.layers.start : block.layers.stop].unbind(0), rows, values)
 
     def copy_page(self, source: int, destination: int) -> None:
         """All layers, planes, heads and slots of a page."""

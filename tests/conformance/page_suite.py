@@ -1,8 +1,11 @@
-"""What the tests of KV pages share: pages with and without a batch's new tokens, and where those go."""
+"""What the tests of KV pages share: pages with and without a batch's new tokens, and where those go; token ranges to pack and unpack."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
+from hypothesis import strategies as st
 
 from pddkernels.kv_pages import reference
 from tests.support.ragged_batches import RaggedBatch
@@ -33,3 +36,55 @@ def new_slots(batch: RaggedBatch) -> np.ndarray:
 
 def bits(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).view(np.uint8)
+
+
+@dataclass(frozen=True)
+class RangeSpec:
+    """Tokens [start, start + num_tokens) of a request in a pool of several layers."""
+
+    start: int
+    num_tokens: int
+    num_kv_heads: int
+    dim: int
+    page_size: int
+    seed: int = 0
+
+
+# A whole page, one token, across a boundary, nothing; the page size is the number of heads.
+RANGES = (RangeSpec(0, 4, 4, 4, 4), RangeSpec(7, 1, 4, 4, 4), RangeSpec(3, 6, 4, 4, 4), RangeSpec(5, 0, 4, 4, 4))
+
+range_specs = st.builds(
+    RangeSpec,
+    start=st.integers(0, 40),
+    num_tokens=st.integers(0, 40),
+    num_kv_heads=st.integers(1, 4),
+    dim=st.sampled_from((1, 4, 10, 64)),
+    page_size=st.sampled_from((1, 3, 4, 12, 16)),
+    seed=st.integers(0, 2**16),
+)
+
+
+@dataclass(frozen=True)
+class TokenPages:
+    """``k_pages``, ``v_pages``: per layer [N, kv_heads, page_size, dim] of random bits, NaN among them · ``page_table`` [P] i32."""
+
+    k_pages: tuple[np.ndarray, ...]
+    v_pages: tuple[np.ndarray, ...]
+    page_table: np.ndarray
+
+
+def make_token_pages(spec: RangeSpec, dtype: np.dtype[np.generic], num_layers: int = 3) -> TokenPages:
+    rng = np.random.default_rng(spec.seed)
+    num_pages = -(-(spec.start + spec.num_tokens) // spec.page_size) + 4
+    shape = (num_layers, num_pages, spec.num_kv_heads, spec.page_size, spec.dim)
+
+    def pages() -> tuple[np.ndarray, ...]:
+        return tuple(np.frombuffer(rng.bytes(int(np.prod(shape)) * dtype.itemsize), dtype).reshape(shape).copy())
+
+    return TokenPages(pages(), pages(), rng.permutation(num_pages)[: num_pages - 4].astype(np.int32))
+
+
+def range_slots(spec: RangeSpec, page_table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Page ids and places in the page of the range's tokens, [num_tokens] each."""
+    positions = np.arange(spec.start, spec.start + spec.num_tokens)
+    return page_table[positions // spec.page_size], positions % spec.page_size

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from pddkernels.kv_pages import reference as reference_pages
 from pddkernels.ragged_paged_attention import portable_torch
 from pddtorch.arrays import to_numpy, to_torch
 from tests.conformance.kernel_suite import FIXED_BATCHES, REAL_BATCHES, check_attention, check_float32
-from tests.conformance.page_suite import bits, emptied
+from tests.conformance.page_suite import RANGES, RangeSpec, bits, emptied, make_token_pages, range_slots, range_specs
 from tests.support.ragged_batches import BatchSpec, RaggedBatch, batch_specs, make_batch
 
 
@@ -96,5 +98,29 @@ def test_pages(dtype: type[np.generic], spec: BatchSpec) -> None:
     _, rows = torch_pages.new_token_rows(batch.row_starts, batch.context_lens, batch.page_tables, spec.num_kv_heads, spec.page_size)
     torch_pages.write_rows(to_torch(got), torch.from_numpy(rows), torch.from_numpy(batch.new_k))
     assert np.array_equal(bits(got), bits(want))
-    read = to_numpy(torch_pages.read_rows(to_torch(got), torch.from_numpy(rows))).reshape(batch.new_k.shape)
+    read = to_numpy(torch_pages.pack_tokens([to_torch(got)], torch.from_numpy(rows), spec.num_kv_heads))[0]
     assert np.array_equal(bits(read), bits(batch.new_k.astype(dtype)))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@settings(max_examples=20, deadline=None)
+@example(spec=RANGES[0])
+@example(spec=RANGES[1])
+@example(spec=RANGES[2])
+@example(spec=RANGES[3])
+@given(spec=range_specs)
+def test_packing_and_unpacking(dtype: type[np.generic], spec: RangeSpec) -> None:
+    """Wire order as the reference has it, any bits kept; the way back touches the range's slots alone."""
+    source, target = (make_token_pages(replace(spec, seed=seed), np.dtype(dtype)) for seed in (spec.seed, spec.seed + 1))
+    want = reference_pages.pack_tokens(source.k_pages, source.page_table, spec.start, spec.start + spec.num_tokens)
+    heads = np.arange(spec.num_kv_heads)
+    rows = [
+        torch.from_numpy(torch_pages.slot_rows(*range_slots(spec, pages.page_table), heads, spec.num_kv_heads, spec.page_size))
+        for pages in (source, target)
+    ]
+    packed = torch_pages.pack_tokens([to_torch(pages) for pages in source.k_pages], rows[0], spec.num_kv_heads)
+    assert np.array_equal(bits(to_numpy(packed)), bits(want))
+    expected = tuple(pages.copy() for pages in target.v_pages)
+    reference_pages.unpack_tokens(expected, want, target.page_table, spec.start)
+    torch_pages.unpack_tokens([to_torch(pages) for pages in target.v_pages], rows[1], packed)
+    assert all(np.array_equal(bits(one), bits(other)) for one, other in zip(target.v_pages, expected, strict=True))

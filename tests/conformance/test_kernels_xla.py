@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -12,7 +15,7 @@ from pddkernels.kv_pages import portable_xla as xla_pages
 from pddkernels.kv_pages import reference as reference_pages
 from pddkernels.ragged_paged_attention import portable_xla
 from tests.conformance.kernel_suite import FIXED_BATCHES, REAL_BATCHES, check_attention
-from tests.conformance.page_suite import bits, emptied, new_slots
+from tests.conformance.page_suite import RANGES, RangeSpec, TokenPages, bits, emptied, make_token_pages, new_slots, range_slots, range_specs
 from tests.support.ragged_batches import BatchSpec, RaggedBatch, batch_specs, interleaved, make_batch
 
 
@@ -69,3 +72,33 @@ def test_pages(dtype: type[np.generic], spec: BatchSpec) -> None:
     for pages, values in ((k_pages, batch.new_k), (v_pages, batch.new_v)):
         reference_pages.write_tokens(pages, values, batch.row_starts, batch.context_lens, batch.page_tables)
     assert np.array_equal(bits(np.asarray(out)), bits(interleaved(k_pages, v_pages)))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@settings(max_examples=3, deadline=None)
+@example(spec=RANGES[1])
+@example(spec=RANGES[2])
+@example(spec=RANGES[3])
+@given(spec=range_specs)
+def test_packing_and_unpacking(dtype: type[np.generic], spec: RangeSpec) -> None:
+    """Wire order as the reference has it, any bits kept; the way back touches the range's slots alone."""
+    storage = xla_pages.storage_dtype(jnp.dtype(dtype))
+    source, target = (make_token_pages(replace(spec, seed=seed), np.dtype(storage)) for seed in (spec.seed, spec.seed + 1))
+    stop = spec.start + spec.num_tokens
+    want = [reference_pages.pack_tokens(plane, source.page_table, spec.start, stop) for plane in (source.k_pages, source.v_pages)]
+
+    def layers(pages: TokenPages) -> list[jax.Array]:
+        return [jnp.asarray(interleaved(k, v)) for k, v in zip(pages.k_pages, pages.v_pages, strict=True)]
+
+    def slots(pages: TokenPages) -> jax.Array:
+        page_ids, places = range_slots(spec, pages.page_table)
+        return jnp.asarray(page_ids * spec.page_size + places, jnp.int32)
+
+    packed = xla_pages.pack_tokens(layers(source), slots(source))
+    for plane, wanted in zip(packed, want, strict=True):
+        assert np.array_equal(bits(np.asarray(plane)), bits(wanted))
+    placed = xla_pages.unpack_tokens(layers(target), *packed, slots(target))
+    for plane, wanted in zip((target.k_pages, target.v_pages), want, strict=True):
+        reference_pages.unpack_tokens(plane, wanted, target.page_table, spec.start)
+    for got, k, v in zip(placed, target.k_pages, target.v_pages, strict=True):
+        assert np.array_equal(bits(np.asarray(got)), bits(interleaved(k, v)))

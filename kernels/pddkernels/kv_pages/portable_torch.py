@@ -6,6 +6,8 @@ gather or scatter along the first axis with an index that is the same for all la
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -39,12 +41,26 @@ def write_rows(pages: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) ->
     pages.view(-1, dim).index_copy_(0, rows, values.reshape(-1, dim).to(pages.dtype))
 
 
-def read_rows(pages: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The counterpart: [len(rows), dim] in the dtype of ``pages``, a copy."""
-    return pages.view(-1, pages.shape[-1]).index_select(0, rows)
-
-
 def gather_pages(pages: torch.Tensor, page_heads: torch.Tensor) -> torch.Tensor:
     """Whole (page, head) pieces: [len(page_heads), page_size, dim], a copy. ``page_heads`` [n] i64 counts ``page * kv_heads + head``."""
     _, _, page_size, dim = pages.shape
     return pages.view(-1, page_size * dim).index_select(0, page_heads).view(-1, page_size, dim)
+
+
+def pack_tokens(layers: Sequence[torch.Tensor], rows: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Tokens of one plane in wire order: [layers, tokens, num_heads, dim], bit for bit, each value moved once.
+
+    ``layers``: per layer pages [N, kv_heads, page_size, dim] · ``rows`` [tokens * num_heads] i64 of :func:`slot_rows`.
+    """
+    first = layers[0]
+    dim = first.shape[-1]
+    packed = torch.empty((len(layers), len(rows), dim), dtype=first.dtype, device=first.device)
+    for pages, layer_packed in zip(layers, packed, strict=True):
+        torch.index_select(pages.view(-1, dim), 0, rows, out=layer_packed)
+    return packed.view(len(layers), -1, num_heads, dim)
+
+
+def unpack_tokens(layers: Sequence[torch.Tensor], rows: torch.Tensor, values: torch.Tensor) -> None:
+    """The way back: ``values`` [layers, tokens, heads, dim] in the dtype of the pages to ``rows``, every other slot untouched."""
+    for pages, layer_values in zip(layers, values, strict=True):
+        write_rows(pages, rows, layer_values)

@@ -10,6 +10,8 @@ Call these under ``jax.jit`` with the pages donated: then every one of them upda
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
@@ -62,3 +64,14 @@ def copy_page(pages: jax.Array, source: jax.Array, destination: jax.Array) -> ja
     page_size = pages.shape[1]
     offsets = jnp.arange(page_size, dtype=jnp.int32)
     return put(pages, gather(pages, source * page_size + offsets), destination * page_size + offsets)
+
+
+def pack_tokens(layers: Sequence[jax.Array], slots: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """``slots`` [T] i32 of every layer in wire order: keys and values [layers, T, kv_heads, dim] each, in storage form."""
+    stored = jnp.stack([gather(pages, slots) for pages in layers])
+    return stored[:, :, 0::2], stored[:, :, 1::2]
+
+
+def unpack_tokens(layers: Sequence[jax.Array], keys: jax.Array, values: jax.Array, slots: jax.Array) -> list[jax.Array]:
+    """The way back: every layer's pages with ``keys``, ``values`` [layers, T, kv_heads, dim], in storage form, at ``slots`` [T] i32."""
+    return [put(pages, interleave(k, v), slots) for pages, k, v in zip(layers, keys, values, strict=True)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 
@@ -25,3 +27,16 @@ def read_tokens(pages: np.ndarray, page_table: np.ndarray, start: int, stop: int
     for i, position in enumerate(range(start, stop)):
         out[i] = pages[page_table[position // page_size], :, position % page_size]
     return out
+
+
+def pack_tokens(layers: Sequence[np.ndarray], page_table: np.ndarray, start: int, stop: int) -> np.ndarray:
+    """Tokens [start, stop) of one plane in wire order: [layers, stop - start, kv_heads, dim], bit for bit. ``layers``: pages per layer."""
+    return np.stack([read_tokens(pages, page_table, start, stop) for pages in layers])
+
+
+def unpack_tokens(layers: Sequence[np.ndarray], values: np.ndarray, page_table: np.ndarray, start: int) -> None:
+    """The way back: ``values`` [layers, tokens, kv_heads, dim] to positions from ``start`` on, every other slot untouched."""
+    page_size = layers[0].shape[2]
+    for pages, layer_values in zip(layers, values, strict=True):
+        for position, token in enumerate(layer_values, start):
+            pages[page_table[position // page_size], :, position % page_size] = token

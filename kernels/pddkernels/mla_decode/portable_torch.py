@@ -64,11 +64,11 @@ def _attend_chunk(
     num_heads = q_latent.shape[1]
     for block in chunk.blocks:
         num_queries, num_slots = block.mask.shape
-        keys = latent[:, :num_slots], rope[:, :num_slots]  # cuts off what lies past the row's KV
-        queries = (q[block.start : block.stop].reshape(1, num_queries * num_heads, -1) for q in (q_latent, q_rope))
-        scores = _scores(*queries, *keys, scale)
+        tokens = slice(block.start, block.stop)
+        seen, seen_rope = latent[:, :num_slots], rope[:, :num_slots]  # cuts off what lies past the row's KV
+        scores = _scores(q_latent[tokens].flatten(0, 1)[None], q_rope[tokens].flatten(0, 1)[None], seen, seen_rope, scale)
         scores.view(num_queries, num_heads, num_slots).add_(block.mask[:, None])
-        out[block.start : block.stop] = _weighted(scores, keys[0], out.dtype).view(num_queries, num_heads, -1)
+        out[tokens] = _weighted(scores, seen, out.dtype).view(num_queries, num_heads, -1)
 
 
 def _gather(pages: torch.Tensor, page_ids: torch.Tensor, num_rows: int) -> torch.Tensor:

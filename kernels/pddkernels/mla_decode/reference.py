@@ -19,8 +19,8 @@ def mla_attention(
     absorbed into its query and its output): float64 [T, heads, latent].
 
     ``q_latent`` [T, heads, latent], ``q_rope`` [T, heads, rope], rows back to back · ``latent_pages`` [N, page_size, latent],
-    ``rope_pages`` [N, page_size, rope], the new tokens' KV already stored · ``row_starts`` [R+1] · ``context_lens`` [R], tokens before the new ones ·
-    ``page_tables`` [R, P]. New token i of row r sees positions 0 .. ``context_lens[r] + i``. Nothing else is read.
+    ``rope_pages`` [N, page_size, rope], the new tokens' KV already stored · ``row_starts`` [R+1] · ``context_lens`` [R], tokens
+    before the new ones · ``page_tables`` [R, P]. New token i of row r sees positions 0 .. ``context_lens[r] + i``. Nothing else is read.
     """
     out = np.empty(q_latent.shape, np.float64)
     page_size = latent_pages.shape[1]
