@@ -210,5 +210,54 @@ def handoff(
         raise _fail(error) from error
 
 
+@bench.command()
+def engine(
+    model: Annotated[str, typer.Option(help="a pulled model's name, or a directory")] = "smollm2-135m",
+    subjects: Annotated[str, typer.Option("--engines", help="engine:dtype, separated by commas")] = "jax:float32,torch:bfloat16",
+    streams: Annotated[str, typer.Option(help="rows of the decode cases, separated by commas")] = "1,4,8,16",
+    context: Annotated[int, typer.Option(help="tokens that a decode case's rows have")] = 200,
+    long_context: Annotated[int, typer.Option(help="tokens of one more case of one row; 0: none")] = 2000,
+    prompts: Annotated[str, typer.Option(help="lengths of the prefill cases, separated by commas")] = "256,1024,2048",
+    steps: Annotated[int, typer.Option(help="decode steps per case and round")] = 32,
+    rounds: Annotated[int, typer.Option(help="rounds; figures are medians")] = 5,
+    threads: Annotated[int, typer.Option(help="compute threads of each subject")] = 2,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the rows here")] = None,
+) -> None:
+    """Prefill and decode throughput per engine and dtype, beside Hugging Face's generate and the machine's own limits."""
+    from pdd.bench.engine import Plan, run, show
+    from pdd.bench.engine_subject import ChildError
+    from pdd.launch.serve import end_on_signal
+    from pdd.models import resolve
+
+    console = Console(highlight=False)
+    end_on_signal()
+    try:
+        plan = Plan(
+            subjects=tuple(_pair(subject) for subject in subjects.split(",")),
+            streams=_counts("streams", streams),
+            context=context,
+            long_context=long_context or None,
+            prompts=_counts("prompts", prompts),
+            decode_steps=steps,
+            rounds=rounds,
+            threads=threads,
+        )
+        show(run(resolve(model, cache_dir()), cache_dir(), plan, console, json_file), console)
+    except (ValueError, OSError, ChildError) as error:
+        raise _fail(error) from error
+
+
+def _pair(subject: str) -> tuple[str, str]:
+    name, _, dtype = subject.strip().partition(":")
+    return name, dtype
+
+
+def _counts(option: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise ValueError(f"{option}: given {text!r}, allowed: numbers separated by commas") from error
+
+
 if __name__ == "__main__":
     app()

@@ -46,7 +46,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One mode's figures. Seconds at the client; bytes summed over requests; ``wan_kv_bytes`` is what crossed the emulated link."""
+    """One mode's figures. Seconds at the client; bytes summed over requests. ``wan_kv_bytes``: KV, as stored, that crossed
+    the emulated link; ``wan_kv_wire_bytes``: the payloads that carried it, as the link's codec made them.
+    """
 
     ttft_s: Percentiles
     second_token_s: Percentiles
@@ -55,6 +57,7 @@ class Outcome:
     e2e_s: Percentiles
     relay_share: float
     wan_kv_bytes: int
+    wan_kv_wire_bytes: int
     kv_bytes_to_main: int
     kv_bytes_saved: int
     num_requests: int
@@ -147,6 +150,7 @@ def _outcome(mode: Mode, answers: list[Answer]) -> Outcome:
         e2e_s=percentiles([t[-1] for t in times]),
         relay_share=round(sum(a.tokens_by("relay") for a in answers) / total, 4),
         wan_kv_bytes=0 if mode == "same_site" else moved,
+        wan_kv_wire_bytes=0 if mode == "same_site" else sum(int(a.timeline["wan_kv_wire_bytes"] or 0) for a in answers),
         kv_bytes_to_main=moved,
         kv_bytes_saved=hits * (moved // moved_tokens) if moved_tokens else 0,
         num_requests=len(answers),
@@ -156,11 +160,11 @@ def _outcome(mode: Mode, answers: list[Answer]) -> Outcome:
 def show(results: dict[Mode, Outcome], console: Console) -> None:
     """A table of the modes side by side, and PDD against the two splits."""
     table = Table(title="seconds at the client, P50 / P90 / P99")
-    for column in ("", "TTFT", "second token", "largest ITL", "E2E", "relay share", "WAN KV, MB"):
+    for column in ("", "TTFT", "second token", "largest ITL", "E2E", "relay share", "WAN KV, MB (on the wire)"):
         table.add_column(column)
     for mode, o in results.items():
         cells = [" / ".join(f"{v:.2f}" for v in p.values()) for p in (o.ttft_s, o.second_token_s, o.max_itl_s, o.e2e_s)]
-        table.add_row(_LABELS[mode], *cells, f"{o.relay_share:.1%}", f"{o.wan_kv_bytes / 1e6:.1f}")
+        table.add_row(_LABELS[mode], *cells, f"{o.relay_share:.1%}", f"{o.wan_kv_bytes / 1e6:.1f} ({o.wan_kv_wire_bytes / 1e6:.1f})")
     console.print(table)
     same, cross, pdd = (results[mode].ttft_s["p50"] for mode in MODES)
     console.print(f"TTFT P50: cross-site is {cross / same:.2f} x same-site; PDD is {pdd / same:.2f} x same-site,", end=" ")
