@@ -34,12 +34,14 @@ Emit = Callable[[str, m.Event], None]
 class ExecutorLimits:
     """``max_waiting``: requests that may wait for pages. ``push_window_bytes``: unacknowledged KV per push target.
     ``push_piece_bytes``: about how much one read copies. ``max_decode_wait_chunks``: see :class:`pdd.worker.scheduler.StepBudget`.
+    ``host_cache_bytes``: see :class:`pdd.worker.kv_memory.KVMemory`.
     """
 
     max_waiting: int = 256
     push_window_bytes: int = 64 * 1024 * 1024
     push_piece_bytes: int = 4 * 1024 * 1024
     max_decode_wait_chunks: int = 1
+    host_cache_bytes: int = 0
 
 
 class Executor:
@@ -53,7 +55,7 @@ class Executor:
         self._budget = StepBudget(config.max_step_tokens, config.max_rows, limits.max_decode_wait_chunks)
         self._page_size = config.page_size
         self._max_context_tokens = min(config.max_context_tokens, engine.spec.max_context_tokens)
-        self._memory = KVMemory(config.num_pages, config.page_size, engine.copy_page, use_prefix_cache)
+        self._memory = KVMemory(config.num_pages, config.page_size, engine, use_prefix_cache, limits.host_cache_bytes)
         self._requests: dict[str, RequestState] = {}  # in order of arrival
         self._service = TenantService()
         self._admission = Admission(self._memory, self._service)
@@ -342,6 +344,8 @@ class Executor:
         stats = self._engine.stats()
         return m.Snapshot(
             pages=self._memory.counts(),
+            host=self._memory.host_counts(),
+            host_pages_lost=self._memory.num_lost,
             num_requests=len(self._requests),
             counters=replace(self._counters),
             preemptions=self._admission.num_preemptions,

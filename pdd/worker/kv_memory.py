@@ -1,22 +1,47 @@
-"""Pages for requests: admission, growth, publication in the prefix cache, release. Owns the only place where pages change hands."""
+"""Pages for requests: admission, growth, publication in the prefix cache, release. Owns the only place where pages change hands, between
+requests and between the tiers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from dataclasses import replace
+from typing import Protocol
 
+import numpy as np
+
+from pdd.worker.host_tier import Blocks, HostTier, TierCounts
 from pdd.worker.pages import PageCounts, PagePool
-from pdd.worker.prefix_cache import PrefixCache
+from pdd.worker.prefix_cache import Lease, PrefixCache
+from pdd.worker.radix import PageTokens
 from pdd.worker.request import RequestState
+from pddbridge.engine import KVBlock
+from pddbridge.kv_spec import TokenRange
+
+logger = logging.getLogger(__name__)
+
+
+class DevicePages(Protocol):
+    """What of an engine moves pages; see :class:`pddbridge.engine.Engine`."""
+
+    def read_kv(self, page_table: np.ndarray, tokens: TokenRange) -> tuple[KVBlock, ...]: ...
+    def write_kv(self, page_table: np.ndarray, block: KVBlock) -> None: ...
+    def copy_page(self, source: int, destination: int) -> None: ...
 
 
 class KVMemory:
-    """``copy_page(source, destination)`` is the engine's. ``use_cache`` False: no prefix is ever found or kept."""
+    """``use_cache`` False: no prefix is ever found or kept. ``host_bytes``: of host memory for pages that leave the device; 0 for none.
+    ``num_lost``: pages that could not be read when they were to move there.
+    """
 
-    def __init__(self, num_pages: int, page_size: int, copy_page: Callable[[int, int], None], use_cache: bool) -> None:
+    def __init__(self, num_pages: int, page_size: int, device: DevicePages, use_cache: bool, host_bytes: int = 0) -> None:
+        self.num_lost = 0
         self._pool = PagePool(num_pages)
         self._page_size = page_size
-        self._copy_page = copy_page
-        self._cache = PrefixCache(self._pool, page_size) if use_cache else None
+        self._device = device
+        self._host = HostTier(host_bytes, page_size) if use_cache and host_bytes else None
+        on_evict = None if self._host is None else self._move_to_host
+        self._cache = PrefixCache(self._pool, page_size, on_evict) if use_cache else None
         self._num_pages = num_pages
 
     def pages_for(self, num_tokens: int) -> int:
@@ -28,11 +53,16 @@ class KVMemory:
     def counts(self) -> PageCounts:
         return self._pool.counts()
 
+    def host_counts(self) -> TierCounts:
+        """All zero without a second tier."""
+        return TierCounts() if self._host is None else self._host.counts()
+
     def admit(self, request: RequestState, headroom_pages: int) -> bool:
         """Give ``request`` pages for all its tokens, the longest cached prefix among them: sets ``pages`` and ``kv_len``.
 
         False, and nothing changed, when even eviction leaves fewer than needed plus ``headroom_pages``. A hit that ends inside a page
-        copies the page; where there is no room for copy and source together, the partial page is left out.
+        copies the page; where there is no room for copy and source together, the partial page is left out. What host memory has beyond
+        the pages on the device is written to the new ones.
         """
         tokens = request.tokens.view(0, len(request.tokens)).tolist()
         needed = self.pages_for(len(tokens))
@@ -42,6 +72,13 @@ class KVMemory:
             request.pages, request.kv_len = self._pool.allocate(needed, request.request_id), 0
             return True
         lease = self._cache.lookup(request.tenant, tokens, request.request_id)
+        found = () if self._host is None else self._host.find(request.tenant, tokens, len(lease.pages))
+        if found and lease.partial_page is not None:
+            if found[-1][0].tokens.stop > lease.num_tokens:
+                self._pool.unpin((lease.partial_page,), request.request_id)
+                lease = Lease(lease.pages, lease.num_tokens - lease.partial_tokens, None, 0)
+            else:
+                found = ()
         fresh = needed - len(lease.pages)
         has_room = self._make_room(fresh + headroom_pages)
         if lease.partial_page is not None and not has_room:
@@ -59,10 +96,11 @@ class KVMemory:
         request.kv_len = lease.num_tokens - lease.partial_tokens
         if lease.partial_page is not None:
             try:
-                self._copy_page(lease.partial_page, request.pages[len(lease.pages)])
+                self._device.copy_page(lease.partial_page, request.pages[len(lease.pages)])
             finally:
                 self._pool.unpin((lease.partial_page,), request.request_id)
             request.kv_len = lease.num_tokens
+        self._move_to_device(request, found)
         return True
 
     def grow(self, request: RequestState, num_tokens: int) -> bool:
@@ -97,6 +135,8 @@ class KVMemory:
             self._pool.check([])
         else:
             self._cache.check()
+        if self._host is not None:
+            self._host.check()
 
     def _make_room(self, num_pages: int) -> bool:
         """Evict until ``num_pages`` are free. Evicts nothing when that cannot be reached: idle pages are all evictable."""
@@ -106,3 +146,30 @@ class KVMemory:
             self._cache.evict(num_pages - self._pool.num_free)
         assert self._pool.num_free >= num_pages, "an idle page could not be evicted"
         return True
+
+    def _move_to_host(self, namespace: str, path: list[PageTokens], page: int) -> None:
+        """``page``, the end of the prefix ``path``, is about to become free."""
+        assert self._host is not None, "only a second tier asks to be told"
+        if self._host.touch(namespace, path):
+            return  # it has been there before
+        table = np.zeros(len(path), np.int32)
+        table[-1] = page
+        stop = len(path) * self._page_size
+        try:
+            blocks = self._device.read_kv(table, TokenRange(stop - self._page_size, stop))
+        except Exception:  # the page was of use to nobody but a later hit
+            logger.exception("page %d could not be read and is lost to the prefix cache", page)
+            self.num_lost += 1
+            return
+        # A copy that owns its memory: a view would keep whatever it is a view of.
+        self._host.put(namespace, path, tuple(replace(block, values=block.values.copy()) for block in blocks))
+
+    def _move_to_device(self, request: RequestState, found: tuple[Blocks, ...]) -> None:
+        """Write what host memory had into the pages of ``request``; ``kv_len`` covers what was written. Raises what the engine does."""
+        table = np.array(request.pages, np.int32)
+        for blocks in found:
+            assert self._host is not None, "found there"
+            for block in blocks:
+                self._device.write_kv(table, block)
+            self._host.count_hit(blocks[0].tokens.stop - request.kv_len)
+            request.kv_len = blocks[0].tokens.stop

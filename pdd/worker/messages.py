@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from pdd.errors import Code
+from pdd.worker.host_tier import TierCounts
 from pdd.worker.metrics import Counters
 from pdd.worker.pages import PageCounts
 from pddbridge.engine import KVBlock
@@ -145,6 +146,8 @@ class Snapshot:
 
     pages: PageCounts
     num_requests: int
+    host: TierCounts
+    host_pages_lost: int
     counters: Counters
     preemptions: int
     compilations_after_ready: int

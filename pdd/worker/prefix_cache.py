@@ -10,13 +10,14 @@ Invariant: whoever pins a page of the tree pins all its ancestors. So every idle
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pdd.worker.pages import LedgerError, PagePool
+from pdd.worker.radix import PageTokens, RadixNode
 
-PageTokens = tuple[int, ...]
+# (namespace, the prefix page by page, its last page): what is about to leave the device.
+OnEvict = Callable[[str, list[PageTokens], int], None]
 
 
 @dataclass(frozen=True)
@@ -32,41 +33,30 @@ class Lease:
     partial_tokens: int
 
 
-class _Node:
-    __slots__ = ("children", "idle_since", "key", "keys", "namespace", "page", "parent")
+class _Node(RadixNode["_Node"]):
+    __slots__ = ("idle_since", "namespace", "page", "parent")
 
     def __init__(self, namespace: str, parent: _Node | None, key: PageTokens, page: int | None) -> None:
+        super().__init__(key)
         self.namespace = namespace
         self.parent = parent
-        self.key = key
         self.page = page  # None: the root of a namespace
-        self.children: dict[PageTokens, _Node] = {}
-        self.keys: list[PageTokens] = []  # the children's, sorted: the longest common prefix is next to where a tail would stand
         self.idle_since = 0
 
-    def add(self, child: _Node) -> None:
-        self.children[child.key] = child
-        insort(self.keys, child.key)
-
-    def remove(self, child: _Node) -> None:
-        del self.children[child.key]
-        del self.keys[bisect_left(self.keys, child.key)]
-
-    def closest(self, tail: PageTokens) -> tuple[_Node | None, int]:
-        """The child with the longest common prefix with ``tail``, and its length."""
-        best, best_length = None, 0
-        at = bisect_left(self.keys, tail)
-        for key in self.keys[max(0, at - 1) : at + 1]:
-            length = _common(key, tail)
-            if length > best_length:
-                best, best_length = self.children[key], length
-        return best, best_length
+    def path(self) -> list[PageTokens]:
+        """The pages from the root to this one."""
+        keys, node = [], self
+        while node.parent is not None:
+            keys.append(node.key)
+            node = node.parent
+        return keys[::-1]
 
 
 class PrefixCache:
-    """See the module docstring. Every call is made by the step thread."""
+    """See the module docstring. Every call is made by the step thread. ``on_evict`` is called before an evicted page becomes free."""
 
-    def __init__(self, pool: PagePool, page_size: int) -> None:
+    def __init__(self, pool: PagePool, page_size: int, on_evict: OnEvict | None = None) -> None:
+        self._on_evict = on_evict
         self._pool = pool
         self._page_size = page_size
         self._roots: dict[str, _Node] = {}
@@ -138,6 +128,8 @@ class PrefixCache:
             node = self._by_page.get(page)
             if node is None or node.children or node.idle_since != idle_since or not self._pool.is_idle(page):
                 continue
+            if self._on_evict is not None:
+                self._on_evict(node.namespace, node.path(), page)
             self._remove(node)
             evicted += 1
         return evicted
@@ -189,15 +181,6 @@ class PrefixCache:
 def _page(node: _Node) -> int:
     assert node.page is not None, "a root has no page"
     return node.page
-
-
-def _common(a: PageTokens, b: PageTokens) -> int:
-    length = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        length += 1
-    return length
 
 
 def _walk(root: _Node) -> Iterator[_Node]:

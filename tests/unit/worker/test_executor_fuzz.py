@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pdd.worker import messages as m
+from pdd.worker.executor import ExecutorLimits
 from pddbridge.kv_spec import TokenRange
 from tests.support.executor_driver import ExecutorDriver
 from tests.support.fake_engine import FakeEngine, blocks_of, expected_log
@@ -16,9 +17,13 @@ PROMPT = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 
 
 class ExecutorMachine(RuleBasedStateMachine):
+    host_pages = 0
+
     def __init__(self) -> None:
         super().__init__()
-        self.driver = ExecutorDriver(FakeEngine(page_size=3, num_pages=13, max_context=39, max_step_tokens=5, max_rows=3))
+        engine = FakeEngine(page_size=3, num_pages=13, max_context=39, max_step_tokens=5, max_rows=3)
+        limits = ExecutorLimits(host_cache_bytes=self.host_pages * 3 * engine.kv_spec.bytes_per_token)
+        self.driver = ExecutorDriver(engine, limits=limits)
         self.prompts: dict[str, list[int]] = {}
         self.arrived: dict[str, int] = {}  # first position of what arrived, by request
         self.num_opened = 0
@@ -54,7 +59,7 @@ class ExecutorMachine(RuleBasedStateMachine):
         self.driver.place(request_id, blocks_of(self.prompts[request_id], TokenRange(start, missing.stop)))
         self.arrived[request_id] = start
         if start == missing.start:
-            self.driver.executor.handle(m.TransferComplete(request_id, 0))
+            self.driver.executor.handle(m.TransferComplete(request_id, 0, 0))
 
     @rule(count=st.integers(1, 12))
     def step(self, count: int) -> None:
@@ -111,5 +116,12 @@ class ExecutorMachine(RuleBasedStateMachine):
         self.driver.assert_idle()
 
 
-ExecutorMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+class TwoTierMachine(ExecutorMachine):
+    """Host memory for a few pages more."""
+
+    host_pages = 7
+
+
+ExecutorMachine.TestCase.settings = TwoTierMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 TestExecutor = ExecutorMachine.TestCase
+TestTwoTiers = TwoTierMachine.TestCase
