@@ -1,4 +1,4 @@
-"""A worker loads one framework: importing a kernel module may load JAX or PyTorch, never both. Read from the source, nothing is imported."""
+"""A worker loads one framework: importing a kernel module loads JAX or PyTorch, never both. Read from the source, nothing is imported."""
 
 from __future__ import annotations
 
