@@ -37,13 +37,12 @@ class EmulatedLink(_Strict):
 
 class LinkConfig(_Strict):
     """A link between two sites. Without ``emulate`` the sites are reached directly. ``codec`` of KV on it: "auto" is whichever moves most,
-    by what was measured of link and codecs; lossy ones (int8, fp8) change results a little and need ``allow_lossy``. "raw" is the default
-    for as long as KV byte counts (``wan_kv_bytes``, the ledger) are those of stored KV and not of what a codec made of it.
+    by what was measured of link and codecs; lossy ones (int8, fp8) change results a little and need ``allow_lossy``.
     """
 
     between: tuple[Name, Name]
     emulate: EmulatedLink | None = None
-    codec: Literal["auto", "raw", "zstd", "int8", "fp8"] = "raw"
+    codec: Literal["auto", "raw", "zstd", "int8", "fp8"] = "auto"
     allow_lossy: bool = False
 
     @model_validator(mode="after")

@@ -53,12 +53,50 @@ class OutgoingFrame:
         return payload_view(self.block.values) if self.coded is None else memoryview(self.coded)
 
 
+@dataclass(frozen=True)
+class Framing:
+    """What all frames of a transfer have in common. ``checksum``: of payloads that are not coded."""
+
+    spec: KVSpec
+    transfer_id: int
+    epoch: int
+    checksum: Callable[[memoryview], int]
+    max_frame_bytes: int
+
+
+@dataclass(frozen=True)
+class DueFrame:
+    """A block whose turn it is, before it is bytes. ``wire_bytes``: of its payload, once known; coding makes it smaller."""
+
+    framing: Framing
+    sequence: int
+    block: KVBlock
+    codec: CodecId
+    attempt: int = 1
+    wire_bytes: int | None = None
+
+    def encode(self) -> OutgoingFrame:
+        """Pure, in any thread. Unless the codec is raw it takes milliseconds."""
+        framing = self.framing
+        where = (framing.spec, framing.transfer_id, framing.epoch, self.sequence, self.block)
+        if self.codec is CodecId.RAW:
+            return OutgoingFrame(frame_of(*where, framing.checksum, framing.max_frame_bytes), self.block, attempt=self.attempt)
+        header, payload = coded_frame_of(*where, self.codec)
+        return OutgoingFrame(header, self.block, payload, self.attempt)
+
+    @property
+    def rectangle(self) -> Rectangle:
+        group, plane = check_block(self.framing.spec, self.block)
+        return (self.framing.spec.groups.index(group), plane, self.block.layers, self.block.tokens, self.block.heads)
+
+
 class Sender:
     """One outgoing transfer of ``tokens``, for all heads or, from a head shard, for ``heads`` (absolute).
 
     Done when every cell was pushed and every frame was acknowledged, or found to be there. A frame may be tried ``max_attempts`` times.
     ``checksum``: of payloads, the link's. ``resume``: an earlier sender may have sent a part; nothing is sent before the receiver has said
-    what it has. ``codec``: of payloads, where it makes them smaller. ``max_frame_bytes``: the link's.
+    what it has. ``codec``: of payloads, where it makes them smaller; of frames that are due from then on if it is set later.
+    ``max_frame_bytes``: the link's.
     """
 
     def __init__(
@@ -83,10 +121,8 @@ class Sender:
         self.state = SenderState.OPEN
         self.failure: TransferFailed | None = None
         self._spec = spec
-        self._epoch = epoch
+        self._framing = Framing(spec, transfer_id, epoch, checksum, max_frame_bytes)
         self._max_attempts = max_attempts
-        self._checksum = checksum
-        self._max_frame_bytes = max_frame_bytes
         self.codec = codec
         self._heads = heads
         self._coverage = Coverage(spec, tokens, heads)
@@ -94,20 +130,21 @@ class Sender:
         self._there = None if resume else Coverage(spec, tokens, heads)
         self._resumed = resume
         self._question: int | None = None
-        self._doubtful: dict[int, OutgoingFrame] = {}
+        self._doubtful: dict[int, DueFrame] = {}
         self._queue: deque[tuple[int, KVBlock]] = deque()
-        self._in_flight: dict[int, OutgoingFrame] = {}
-        self._resend: deque[OutgoingFrame] = deque()
+        self._in_flight: dict[int, DueFrame] = {}
+        self._resend: deque[DueFrame] = deque()
         self._next_sequence = 0
         self._owed_bytes = 0
         self._bytes = 0
+        self._wire_bytes = 0
         self._num_acked = 0
         self._num_repeated = 0
 
     @property
     def report(self) -> TransferReport:
         """So far; final once done."""
-        return TransferReport(self.tokens, self._bytes, self._num_acked, self._num_repeated)
+        return TransferReport(self.tokens, self._bytes, self._num_acked, self._num_repeated, self._wire_bytes)
 
     @property
     def num_queued(self) -> int:
@@ -121,13 +158,13 @@ class Sender:
 
     @property
     def owed_bytes(self) -> int:
-        """Payload bytes of the frames that are owed."""
+        """Bytes of KV in the frames that are owed."""
         return self._owed_bytes
 
     def push(self, block: KVBlock) -> int:
         """Queue a block, cut into frames. Its values must not change until the transfer ends; they are sent from where they are.
 
-        Returns the payload bytes that the receiver of a resumed transfer has already. Raises ValueError for a malformed block, one outside
+        Returns the bytes of KV that the receiver of a resumed transfer has already. Raises ValueError for a malformed block, one outside
         the transfer or one that overlaps an earlier one.
         Ignored once cancelled or failed.
         """
@@ -139,31 +176,45 @@ class Sender:
             raise ValueError(f"push: {block.tokens} {block.heads} of {block.plane!r} is outside the transfer of {self.tokens}")
         if self._coverage.any_taken(*where, block.layers, block.tokens, block.heads):
             raise ValueError(f"push: {block.layers} {block.tokens} {block.heads} of {block.plane!r} was pushed before")
-        parts = list(split_block(block, self._max_frame_bytes))
+        parts = list(split_block(block, self._framing.max_frame_bytes))
         self._coverage.take(*where, block.layers, block.tokens, block.heads)
         self._owed_bytes += block.values.nbytes
         return sum(self._sift(part) for part in parts)
 
-    def next_frame(self) -> OutgoingFrame | None:
+    def next_due(self) -> DueFrame | None:
         """Take the next frame to send; it is in flight until ``acked``, ``lost`` or ``doubt``. None if nothing may be sent now."""
         if self._there is None:
             return None
         if self._resend:
-            frame = self._resend.popleft()
+            due = self._resend.popleft()
             self._num_repeated += 1
         elif self._queue:
-            frame = self._frame(*self._queue.popleft())
+            due = DueFrame(self._framing, *self._queue.popleft(), self.codec)
         else:
             return None
-        self._in_flight[frame.header.sequence] = frame
+        self._in_flight[due.sequence] = due
+        return due
+
+    def next_frame(self) -> OutgoingFrame | None:
+        """As ``next_due``, encoded at once."""
+        due = self.next_due()
+        if due is None:
+            return None
+        frame = due.encode()
+        self.encoded(due.sequence, frame.header.payload_bytes)
         return frame
 
+    def encoded(self, sequence: int, wire_bytes: int) -> None:
+        """Frame ``sequence``, in flight, goes out with a payload of ``wire_bytes``."""
+        if (due := self._in_flight.get(sequence)) is not None:
+            self._in_flight[sequence] = replace(due, wire_bytes=wire_bytes)
+
     def acked(self, sequence: int) -> int:
-        """The receiver placed and checked frame ``sequence``. Its payload bytes, 0 for no news (a late or repeated acknowledgement)."""
-        frame = self._in_flight.pop(sequence, None)
-        if frame is None or self.state is not SenderState.OPEN:
+        """The receiver placed and checked frame ``sequence``. Its bytes of KV, 0 for no news (a late or repeated acknowledgement)."""
+        due = self._in_flight.pop(sequence, None)
+        if due is None or self.state is not SenderState.OPEN:
             return 0
-        return self._delivered(frame.block)
+        return self._delivered(due)
 
     def lost(self, sequence: int, why: str) -> None:
         """The connection that carried ``sequence`` broke before its acknowledgement: send it again, or fail after too many attempts."""
@@ -188,7 +239,7 @@ class Sender:
             self._question = None
 
     def answered(self, sequence: int, placed: Iterable[Rectangle]) -> int:
-        """The receiver has ``placed``. Returns the payload bytes of owed frames that this settles; the rest of them is queued again."""
+        """The receiver has ``placed``. Returns the bytes of KV in owed frames that this settles; the rest of them is queued again."""
         if self._question != sequence or self.state is not SenderState.OPEN:
             return 0
         self._question = None
@@ -203,10 +254,10 @@ class Sender:
         doubtful, self._doubtful = self._doubtful, {}
         for frame in doubtful.values():
             # A frame is placed whole or not at all, so one free cell says that all are.
-            if any(True for _ in there.free_within(*frame.header.rectangle)):
+            if any(True for _ in there.free_within(*frame.rectangle)):
                 self._resend.append(frame)
             else:
-                num_bytes += self._delivered(frame.block)
+                num_bytes += self._delivered(frame)
         return num_bytes
 
     def nacked(self, reason: NackReason) -> None:
@@ -235,15 +286,8 @@ class Sender:
         self._doubtful.clear()
         self._owed_bytes = 0
 
-    def _frame(self, sequence: int, block: KVBlock) -> OutgoingFrame:
-        where = (self._spec, self.transfer_id, self._epoch, sequence, block)
-        if self.codec is CodecId.RAW:
-            return OutgoingFrame(frame_of(*where, self._checksum, self._max_frame_bytes), block)
-        header, payload = coded_frame_of(*where, self.codec)
-        return OutgoingFrame(header, block, payload)
-
     def _sift(self, block: KVBlock) -> int:
-        """Queue of ``block`` what the receiver lacks, as far as that is known. Returns the payload bytes that it has."""
+        """Queue of ``block`` what the receiver lacks, as far as that is known. Returns the bytes of KV that it has."""
         if not self._resumed or self._there is None:
             self._queue.append((self._new_sequence(), block))
             return 0
@@ -264,10 +308,11 @@ class Sender:
         self._end_if_done()
         return there_bytes
 
-    def _delivered(self, block: KVBlock) -> int:
-        num_bytes = block.values.nbytes
+    def _delivered(self, frame: DueFrame) -> int:
+        num_bytes = frame.block.values.nbytes
         self._owed_bytes -= num_bytes
         self._bytes += num_bytes
+        self._wire_bytes += num_bytes if frame.wire_bytes is None else frame.wire_bytes
         self._num_acked += 1
         self._end_if_done()
         return num_bytes
@@ -276,7 +321,7 @@ class Sender:
         if self._coverage.num_free == 0 and self._owed_bytes == 0:
             self.state = SenderState.DONE
 
-    def _take_back(self, sequence: int, why: str) -> OutgoingFrame | None:
+    def _take_back(self, sequence: int, why: str) -> DueFrame | None:
         """A frame in flight whose connection broke, as it may be tried again."""
         frame = self._in_flight.pop(sequence, None)
         if frame is None or self.state is not SenderState.OPEN:

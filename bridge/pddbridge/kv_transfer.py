@@ -36,13 +36,22 @@ class FrameError(Exception):
 @dataclass(frozen=True)
 class TransferReport:
     """``bytes``: of KV as it is stored, however it was coded; placed and checked (receiver) or acknowledged as such (sender), each once.
-    ``num_repeated``: duplicates that were acknowledged again (receiver) or frames sent again (sender).
+    ``num_repeated``: duplicates that were acknowledged again (receiver) or frames sent again (sender). ``wire_bytes``: of the payloads that
+    carried this KV, each once; what an earlier sender had sent is not in a sender's.
     """
 
     tokens: TokenRange
     bytes: int
     num_frames: int
     num_repeated: int
+    wire_bytes: int
+
+
+def stored_bytes(spec: KVSpec, header: FrameHeader) -> int:
+    """Of the KV that a checked frame carries, however it is coded."""
+    plane = spec.groups[header.group].planes[header.plane]
+    num_vectors = len(header.layers) * len(header.tokens) * len(header.heads)
+    return num_vectors * plane.head_dim * spec.np_dtype_of(plane).itemsize
 
 
 class ReceiverState(Enum):
@@ -89,6 +98,7 @@ class Receiver:
         self._placed: dict[Rectangle, int] = {}
         self._was_complete = False
         self._bytes = 0
+        self._wire_bytes = 0
         self._num_repeated = 0
 
     @property
@@ -99,7 +109,7 @@ class Receiver:
     @property
     def report(self) -> TransferReport:
         """So far; final once complete."""
-        return TransferReport(self.tokens, self._bytes, len(self._placed), self._num_repeated)
+        return TransferReport(self.tokens, self._bytes, len(self._placed), self._num_repeated, self._wire_bytes)
 
     def expect(self) -> None:
         """reserved -> receiving: from now on frames are admitted."""
@@ -149,7 +159,8 @@ class Receiver:
         """A writer finished. The last one makes a receiving transfer complete, a fenced one drained."""
         crc = self._writing.pop(header.rectangle)
         self._placed[header.rectangle] = crc
-        self._bytes += self._stored_bytes(header)
+        self._bytes += stored_bytes(self._spec, header)
+        self._wire_bytes += header.payload_bytes
         if self.state is ReceiverState.RECEIVING:
             assert self._coverage is not None
             if self._coverage.num_free == 0 and not self._writing:
@@ -180,11 +191,6 @@ class Receiver:
         """adopted or drained -> released: the pages may have another owner. Raises ValueError in any other state."""
         self._require(ReceiverState.ADOPTED, ReceiverState.DRAINED)
         self.state = ReceiverState.RELEASED
-
-    def _stored_bytes(self, header: FrameHeader) -> int:
-        plane = self._spec.groups[header.group].planes[header.plane]
-        num_vectors = len(header.layers) * len(header.tokens) * len(header.heads)
-        return num_vectors * plane.head_dim * self._spec.np_dtype_of(plane).itemsize
 
     def _drain(self) -> None:
         if self.state is ReceiverState.FENCED and not self._writing:

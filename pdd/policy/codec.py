@@ -19,15 +19,17 @@ def coded_bytes_s(link_bytes_s: float, speed: CodecSpeed, busy_share: float = 0.
     return min(link_bytes_s * speed.ratio, _codec_bytes_s(speed, busy_share))
 
 
-def link_bytes_s(goodput_bytes_s: float | None, in_use: CodecSpeed | None, busy_share: float = 0.0) -> float | None:
-    """Bytes per second on the wire, from raw bytes per second delivered with ``in_use`` (None: raw). None when that is not known, or when
-    the codec held the link up.
+def link_bytes_s(
+    goodput_bytes_s: float | None, wire_bytes_s: float | None, in_use: CodecSpeed | None, busy_share: float = 0.0
+) -> float | None:
+    """What the link itself can do, from raw bytes per second delivered with ``in_use`` (None: raw) and from those of the payloads that
+    carried them. None when that is not known, or when the codec held the link up.
     """
-    if goodput_bytes_s is None or goodput_bytes_s <= 0 or in_use is None:
-        return goodput_bytes_s or None
-    if goodput_bytes_s >= _CODEC_IS_THE_LIMIT * _codec_bytes_s(in_use, busy_share):
+    if not goodput_bytes_s or not wire_bytes_s:
         return None
-    return goodput_bytes_s / in_use.ratio
+    if in_use is not None and goodput_bytes_s >= _CODEC_IS_THE_LIMIT * _codec_bytes_s(in_use, busy_share):
+        return None
+    return wire_bytes_s
 
 
 def choose_codec(

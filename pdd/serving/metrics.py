@@ -28,7 +28,9 @@ class Metrics:
         # The gap between the hit rates of prefill and main is what sends requests to the relay.
         self.cache_queries = Counter("pdd:prefix_cache_queries", "Prompt tokens looked up in prefix caches", ["role"], registry=r)
         self.cache_hits = Counter("pdd:prefix_cache_hits", "Prompt tokens found in prefix caches", ["role"], registry=r)
-        self.kv_bytes = Counter("pdd:kv_transfer_bytes", "KV payload received, placed and checked", ["link"], registry=r)
+        self.kv_bytes = Counter("pdd:kv_transfer_bytes", "KV as stored, received, placed and checked", ["link"], registry=r)
+        self.kv_wire_bytes = Counter("pdd:kv_transfer_wire_bytes", "Payloads that carried that KV, as coded", ["link"], registry=r)
+        self.kv_pushes = Counter("pdd:kv_pushes", "Pushes acknowledged, by receiver and codec", ["target", "codec"], registry=r)
         self.kv_goodput = Gauge("pdd:kv_link_goodput_bytes_per_second", "Estimate per link", ["link"], registry=r)
         self.pipelines = Counter("pdd:pipeline", "Pipeline decisions", ["pipeline", "reason"], registry=r)
         self.prediction_error_s = Histogram(

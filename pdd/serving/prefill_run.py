@@ -78,6 +78,7 @@ class PrefillRun:
         links.observe(route, sample)
         link = "-".join(route)
         metrics.kv_bytes.labels(link).inc(event.received_bytes)
+        metrics.kv_wire_bytes.labels(link).inc(event.received_wire_bytes)
         goodput = links.goodput_bytes_s(route)
         if goodput is not None:
             metrics.kv_goodput.labels(link).set(goodput)

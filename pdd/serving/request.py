@@ -48,6 +48,7 @@ class Timeline:
     relay_tokens: int
     main_tokens: int
     wan_kv_bytes: int
+    wan_kv_wire_bytes: int
     wan_kv_tokens: int
     main_hit_tokens: int
     main_prefill_tokens: int

@@ -163,6 +163,8 @@ class RequestRun:
             case KvComplete():
                 self._kv_received(holder, event)
             case Pushed(target):
+                if event.tokens:
+                    self._metrics.kv_pushes.labels(target, event.codec).inc()
                 self._push_ended(target, acknowledged=True)
             case PushFailed(target, message):
                 self._push_failed(target, message)
@@ -187,6 +189,7 @@ class RequestRun:
                 self._metrics.prediction_error_s.observe(took_s - decision.predicted_kv_s)
         if holder is self._main:
             self._timeline.wan_kv_bytes += event.received_bytes
+            self._timeline.wan_kv_wire_bytes += event.received_wire_bytes
             self._timeline.wan_kv_tokens += event.received_tokens
         self._kv_arrived(holder)
 

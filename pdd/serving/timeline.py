@@ -19,6 +19,7 @@ class TimelineRecorder:
     handoff: str | None = None
     tokens: dict[Origin, int] = field(default_factory=lambda: {"relay": 0, "main": 0})
     wan_kv_bytes: int = 0
+    wan_kv_wire_bytes: int = 0
     wan_kv_tokens: int = 0
     main_hit_tokens: int = 0
     main_prefill_tokens: int = 0
@@ -63,6 +64,7 @@ class TimelineRecorder:
             relay_tokens=self.tokens["relay"],
             main_tokens=self.tokens["main"],
             wan_kv_bytes=self.wan_kv_bytes,
+            wan_kv_wire_bytes=self.wan_kv_wire_bytes,
             wan_kv_tokens=self.wan_kv_tokens,
             main_hit_tokens=self.main_hit_tokens,
             main_prefill_tokens=self.main_prefill_tokens,

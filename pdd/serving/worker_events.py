@@ -26,15 +26,22 @@ class Prefilled:
 
 @dataclass(frozen=True)
 class KvComplete:
+    """Bytes of KV as stored, and of the payloads that carried it."""
+
     received_tokens: int
     received_bytes: int
+    received_wire_bytes: int
 
 
 @dataclass(frozen=True)
 class Pushed:
+    """Bytes as :class:`KvComplete`."""
+
     target: str
     tokens: int
     num_bytes: int
+    wire_bytes: int
+    codec: str
 
 
 @dataclass(frozen=True)
@@ -88,9 +95,11 @@ def event_from_proto(message: worker_pb2.WorkerEvent, vocab_size: int) -> Event:
         case "prefilled":
             return Prefilled(message.prefilled.computed_tokens)
         case "kv_complete":
-            return KvComplete(message.kv_complete.received_tokens, message.kv_complete.received_bytes)
+            complete = message.kv_complete
+            return KvComplete(complete.received_tokens, complete.received_bytes, complete.received_wire_bytes)
         case "pushed":
-            return Pushed(message.pushed.target, message.pushed.tokens, message.pushed.bytes)
+            pushed = message.pushed
+            return Pushed(pushed.target, pushed.tokens, pushed.bytes, pushed.wire_bytes, pushed.codec)
         case "tokens":
             records = tuple(record_from_proto(record, vocab_size) for record in message.tokens.records)
             return Proposed(message.tokens.position, records)

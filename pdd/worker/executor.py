@@ -181,7 +181,7 @@ class Executor:
             case m.FailRequest():
                 self._fail(request, command.code, command.message)
             case m.TransferComplete():
-                self._transfer_complete(request, command.num_bytes)
+                self._transfer_complete(request, command)
             case m.PushAcknowledged():
                 if request.push is not None:
                     request.push.acknowledge(command.target, command.num_bytes)
@@ -214,12 +214,12 @@ class Executor:
             return
         m.resolve(command.done, None)
 
-    def _transfer_complete(self, request: RequestState, num_bytes: int) -> None:
+    def _transfer_complete(self, request: RequestState, command: m.TransferComplete) -> None:
         assert request.phase is Phase.RECEIVING, f"request {request.request_id!r} is {request.phase}, its transfer completed"
         received = request.prompt_kv_len - request.kv_len
         request.kv_len = request.prompt_kv_len
         request.phase = Phase.ACTIVE
-        self._prompt_is_here(request, m.KvComplete(received, num_bytes))
+        self._prompt_is_here(request, m.KvComplete(received, command.num_bytes, command.wire_bytes))
         self._progress(request)
 
     # Progress of one request.
@@ -237,7 +237,7 @@ class Executor:
         request.phase = Phase.ACTIVE if missing is None else Phase.RECEIVING
         self._emit(request.request_id, m.Reserved(request.hit_tokens, missing))
         if request.from_transfer and missing is None:
-            self._prompt_is_here(request, m.KvComplete(0, 0))
+            self._prompt_is_here(request, m.KvComplete(0, 0, 0))
         self._progress(request)
 
     def _progress(self, request: RequestState) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -20,6 +20,7 @@ from pddbridge.codecs import CODEC_NAMES, CODECS, CodecId
 from pddbridge.codecs_base import CodecSpeed
 from pddbridge.codecs_speed import measure_speed
 from pddbridge.kv_spec import KVSpec
+from pddbridge.links.stats import LinkStats
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ Address = tuple[str, int]  # a receiver's host and port as the sender sees them
 
 LOSSLESS: Final = frozenset(codec_id for codec_id, codec in CODECS.items() if codec.lossless)
 
-# The event loop, where frames are coded, shares the interpreter with the step thread.
+# The threads that code share the processor with the step thread and the engine's own.
 _BUSY_SHARE: Final = 0.5
 _SAMPLE_TOKENS: Final = 64
 _SAMPLE_LAYERS: Final = 8
@@ -71,13 +72,16 @@ def measure_codecs(spec: KVSpec) -> tuple[CodecSpeed, ...]:
 
 
 class CodecChoice:
-    """Remembers which codec each receiver's goodput was measured with. ``taken``: of payloads that come in."""
+    """Remembers which codec each receiver's goodput was measured with, and what the codecs made of its KV. ``taken``: of payloads that
+    come in.
+    """
 
     def __init__(self, rules: Mapping[Address, CodecRule], speeds: Sequence[CodecSpeed], taken: Collection[CodecId] = LOSSLESS) -> None:
         self.taken = frozenset(taken)
         self._rules = rules
         self._speeds = {speed.codec_id: speed for speed in speeds}
         self._in_use: dict[Address, CodecId] = {}
+        self._ratios: dict[tuple[Address, CodecId], float] = {}
         self._num_chosen: Counter[str] = Counter()
 
     @property
@@ -85,19 +89,35 @@ class CodecChoice:
         """Pushes by codec name, ever."""
         return dict(self._num_chosen)
 
-    def choose(self, receiver: Address, goodput_bytes_s: float | None) -> CodecId:
-        """For the next push. ``goodput_bytes_s``: of KV as stored, delivered with the codecs chosen so far; None before any."""
+    def choose(self, receiver: Address, stats: LinkStats | None) -> CodecId:
+        """For the next push. ``stats``: of the link to ``receiver``, with the codecs chosen so far; None before any push."""
         rule = self._rules.get(receiver)
         if rule is None:
             codec_id = CodecId.RAW
         elif rule.fixed is not None:
             codec_id = rule.fixed
         else:
-            in_use = self._speeds.get(self._in_use.get(receiver, CodecId.RAW))
-            wire = rule.declared_bytes_s if goodput_bytes_s is None else link_bytes_s(goodput_bytes_s, in_use, _BUSY_SHARE)
-            codec_id = choose_codec(wire, tuple(self._speeds.values()), allow_lossy=rule.allow_lossy, busy_share=_BUSY_SHARE)
+            speeds = self._as_measured(receiver, stats)
+            wire = rule.declared_bytes_s
+            if stats is not None and stats.goodput_bytes_per_s is not None:
+                in_use = speeds.get(self._in_use.get(receiver, CodecId.RAW))
+                wire = link_bytes_s(stats.goodput_bytes_per_s, stats.wire_bytes_per_s, in_use, _BUSY_SHARE)
+            codec_id = choose_codec(wire, tuple(speeds.values()), allow_lossy=rule.allow_lossy, busy_share=_BUSY_SHARE)
         if codec_id is not self._in_use.get(receiver, CodecId.RAW):
             logger.info("pushes to %s:%d are %s from now on", *receiver, codec_id.name)
         self._in_use[receiver] = codec_id
         self._num_chosen[codec_id.name] += 1
         return codec_id
+
+    def in_use(self, receiver: Address) -> CodecId:
+        """Of the latest push."""
+        return self._in_use.get(receiver, CodecId.RAW)
+
+    def _as_measured(self, receiver: Address, stats: LinkStats | None) -> dict[CodecId, CodecSpeed]:
+        """The speeds, with the ratio that the codec in use achieves on what is really sent to ``receiver``."""
+        in_use = self.in_use(receiver)
+        if stats is not None and stats.goodput_bytes_per_s and stats.wire_bytes_per_s and in_use in self._speeds:
+            self._ratios[receiver, in_use] = stats.goodput_bytes_per_s / stats.wire_bytes_per_s
+        return {
+            codec_id: replace(speed, ratio=self._ratios.get((receiver, codec_id), speed.ratio)) for codec_id, speed in self._speeds.items()
+        }

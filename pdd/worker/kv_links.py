@@ -18,6 +18,7 @@ from pddbridge.kv_spec import TokenRange
 from pddbridge.links.incoming import Complete, Failed, IncomingTransfers, Place
 from pddbridge.links.nixl import NixlAgent, NixlSender, NixlServer
 from pddbridge.links.shm import ShmSender, ShmServer
+from pddbridge.links.stats import LinkStats
 from pddbridge.links.tcp import Handshake, KVSender, KVServer, OutgoingTransfer, SenderCounters, ServerCounters
 
 logger = logging.getLogger(__name__)
@@ -29,12 +30,23 @@ LINK_CHOICES: Final = tuple(_PREFERENCES)
 
 @dataclass(frozen=True)
 class Receiver:
-    """Where a worker receives; ``nixl_port`` 0: not over NIXL. ``epoch``: of its process, its address over shared memory."""
+    """Where the worker ``name`` receives; ``nixl_port`` 0: not over NIXL. ``epoch``: of its process, its address over shared memory."""
 
+    name: str
     host: str
     port: int
     nixl_port: int
     epoch: int
+
+
+@dataclass(frozen=True)
+class LinkState:
+    """A link to a receiver as it is now. ``codec``: of the latest push."""
+
+    receiver: str
+    link: str
+    codec: CodecId
+    stats: LinkStats
 
 
 class KVLinks:
@@ -60,6 +72,7 @@ class KVLinks:
         self._nixl = NixlSender(handshake, nixl) if nixl else None
         self._nixl_port = 0
         self._offered: list[str] = []
+        self._receivers: dict[tuple[str, int] | int, str] = {}  # by address over TCP, by epoch within a site
         self._num_opened: Counter[str] = Counter()
         self._fallbacks: Counter[str] = Counter()
 
@@ -123,6 +136,7 @@ class KVLinks:
         others = [server.counters for server in (self._shm_server, self._nixl_server) if server is not None]
         return ServerCounters(
             tcp.bytes_received,
+            tcp.wire_bytes_received,
             tcp.frames_refused + sum(other.frames_refused for other in others),
             tcp.late_frames_dropped,
             tcp.handshakes_refused + sum(other.handshakes_refused for other in others),
@@ -133,20 +147,23 @@ class KVLinks:
     @property
     def sender_counters(self) -> SenderCounters:
         """Of all links together."""
-        counters = [sender.counters for sender in (self._tcp, self._shm, self._nixl) if sender is not None]
-        return SenderCounters(
-            sum(c.bytes_sent for c in counters),
-            sum(c.frames_resent for c in counters),
-            sum(c.connections_opened for c in counters),
-            sum(c.num_open for c in counters),
-        )
+        return sum((sender.counters for sender in (self._tcp, self._shm, self._nixl) if sender is not None), SenderCounters())
+
+    def states(self) -> list[LinkState]:
+        """Of the links to every receiver that something was pushed to."""
+        found = [LinkState(self._receivers[to], "tcp", self._codecs.in_use(to), stats) for to, stats in self._tcp.stats().items()]
+        for link, sender in (("shm", self._shm), ("nixl", self._nixl)):
+            if sender is not None:
+                found += [LinkState(self._receivers[epoch], link, CodecId.RAW, stats) for epoch, stats in sender.stats().items()]
+        return found
 
     def open(
         self, link: str, receiver: Receiver, transfer_id: int, tokens: TokenRange, on_acked: Callable[[int], None]
-    ) -> OutgoingTransfer:
+    ) -> tuple[OutgoingTransfer, CodecId]:
         """A transfer over ``link``, one of ``LINK_CHOICES``. Raises ValueError as the links' own ``open`` and for another ``link``."""
         if link not in LINK_CHOICES:
             raise ValueError(f"link: given {link!r}, allowed {list(LINK_CHOICES)}")
+        codec = CodecId.RAW
         chosen = "tcp"
         for name in _PREFERENCES[link]:
             why_not = self._why_not(name, receiver)
@@ -155,20 +172,22 @@ class KVLinks:
                 break
             if link != "auto" or self._nixl is not None or name != "nixl":  # an extra that is not installed is no fallback of "auto"
                 self._fall_back(f"{name}: {why_not}")
+        self._receivers[(receiver.host, receiver.port) if chosen == "tcp" else receiver.epoch] = receiver.name
         what = (receiver.epoch, transfer_id, tokens)
         if chosen == "shm":
             transfer = self._shm.open(receiver.host, receiver.port, *what, on_acked=on_acked)
         elif chosen == "nixl" and self._nixl is not None:
             transfer = self._nixl.open(receiver.host, receiver.nixl_port, *what, on_acked=on_acked)
         else:
-            transfer = self._tcp.open(receiver.host, receiver.port, *what, on_acked=on_acked, codec=self._codec_for(receiver))
+            codec = self._codec_for(receiver)
+            transfer = self._tcp.open(receiver.host, receiver.port, *what, on_acked=on_acked, codec=codec)
         self._num_opened[chosen] += 1
         logger.info("transfer %d to %s:%d: asked for %s, takes %s", transfer_id, receiver.host, receiver.port, link, chosen)
-        return transfer
+        return transfer, codec
 
     def _codec_for(self, receiver: Receiver) -> CodecId:
-        stats = self._tcp.stats().get((receiver.host, receiver.port))
-        return self._codecs.choose((receiver.host, receiver.port), None if stats is None else stats.goodput_bytes_per_s)
+        address = (receiver.host, receiver.port)
+        return self._codecs.choose(address, self._tcp.stats().get(address))
 
     def _why_not(self, name: str, receiver: Receiver) -> str | None:
         """Why ``name`` cannot be taken; None if it can."""

@@ -98,10 +98,11 @@ class PlaceKV:
 
 @dataclass(frozen=True)
 class TransferComplete:
-    """Everything that was expected is placed."""
+    """Everything that was expected is placed. ``num_bytes``: of KV as stored; ``wire_bytes``: of the payloads that carried it."""
 
     request_id: str
     num_bytes: int
+    wire_bytes: int
 
 
 @dataclass(frozen=True)
@@ -145,9 +146,9 @@ class Snapshot:
     """The ledger and the counters at one moment between two steps. See pdd.v1.LedgerReply."""
 
     pages: PageCounts
-    num_requests: int
     host: TierCounts
     host_pages_lost: int
+    num_requests: int
     counters: Counters
     preemptions: int
     compilations_after_ready: int
@@ -179,6 +180,7 @@ class Prefilled:
 class KvComplete:
     received_tokens: int
     received_bytes: int
+    received_wire_bytes: int
 
 
 @dataclass(frozen=True)

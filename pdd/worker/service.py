@@ -17,6 +17,7 @@ import grpc.aio
 
 from pdd.errors import Code, PddError
 from pdd.worker import messages as m
+from pdd.worker.kv_links import LinkState
 from pdd.worker.open_command import parse_open
 from pdd.worker.session import Session
 from pdd.worker.step_loop import EngineFacts, Events, StepLoop, StepLoopEndedError
@@ -100,6 +101,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             max_rows=facts.config.max_rows,
             kv_links=runtime.traffic.links.offered,
             nixl_port=runtime.traffic.links.nixl_port,
+            links=[_link_state(state) for state in runtime.traffic.links.states()],
         )
 
     async def Ledger(self, request: worker_pb2.LedgerRequest, context: grpc.aio.ServicerContext) -> worker_pb2.LedgerReply:  # noqa: N802
@@ -133,6 +135,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             engine_fallbacks=snapshot.engine_fallbacks,
             kv_pushes=links.num_opened,
             kv_link_fallbacks=links.fallbacks,
+            kv_wire_bytes_received=incoming.wire_bytes_received,
+            kv_wire_bytes_sent=outgoing.wire_bytes_sent,
+            kv_codecs=links.codecs_chosen,
+            kv_coding_ratio=outgoing.bytes_sent / outgoing.wire_bytes_sent if outgoing.wire_bytes_sent else 1.0,
+            kv_codecs_declined=outgoing.codecs_declined,
         )
 
     # Events go out through context.write rather than from a generator: a generator that is suspended when the call is cancelled is
@@ -200,6 +207,22 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """Send events until the last one."""
         while (event := await session.next_event()) is not None:
             await context.write(event)
+
+
+def _link_state(state: LinkState) -> worker_pb2.LinkState:
+    stats = state.stats
+    return worker_pb2.LinkState(
+        receiver=state.receiver,
+        link=state.link,
+        goodput_bytes_s=stats.goodput_bytes_per_s,
+        wire_bytes_s=stats.wire_bytes_per_s,
+        round_trip_s=stats.round_trip_s,
+        queued_bytes=stats.queued_bytes,
+        num_connections=stats.num_connections,
+        kv_bytes=stats.delivered_bytes,
+        kv_wire_bytes=stats.delivered_wire_bytes,
+        codec=state.codec.name,
+    )
 
 
 def _status(code: Code) -> grpc.StatusCode:

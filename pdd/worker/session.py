@@ -14,6 +14,7 @@ from pdd.worker import messages as m
 from pdd.worker.open_command import Opening
 from pdd.worker.step_loop import StepLoop, StepLoopEndedError
 from pdd.worker.transfers import KVTraffic, Push, Pushed, PushOutcome
+from pddbridge.codecs import CodecId
 from pddbridge.rpc.convert import record_to_proto
 from pddbridge.rpc.gen import worker_pb2
 
@@ -68,7 +69,7 @@ class Session:
                 reserved = worker_pb2.Reserved(hit_tokens=event.hit_tokens, transfer_id=self._transfer_id or 0, epoch=self._epoch)
                 self._outgoing.put_nowait(worker_pb2.WorkerEvent(reserved=reserved))
                 for target in self._opening.complete_targets:
-                    self._push_ended(Pushed(target, 0, 0))
+                    self._push_ended(Pushed(target, 0, 0, 0, CodecId.RAW))
             case m.KVRead():
                 for target in event.targets:
                     self._pushes[target].send(event.blocks)
@@ -96,7 +97,8 @@ class Session:
     def _push_ended(self, outcome: PushOutcome) -> None:
         match outcome:
             case Pushed():
-                pushed = worker_pb2.Pushed(target=outcome.target, tokens=outcome.num_tokens, bytes=outcome.num_bytes)
+                moved = {"tokens": outcome.num_tokens, "bytes": outcome.num_bytes, "wire_bytes": outcome.wire_bytes}
+                pushed = worker_pb2.Pushed(target=outcome.target, **moved, codec=outcome.codec.name)
                 self._outgoing.put_nowait(worker_pb2.WorkerEvent(pushed=pushed))
             case _:
                 message = f"push to {outcome.target}: {outcome.message}"
@@ -110,7 +112,11 @@ def to_proto(event: m.Event) -> worker_pb2.WorkerEvent:
         case m.Prefilled():
             return worker_pb2.WorkerEvent(prefilled=worker_pb2.Prefilled(computed_tokens=event.computed_tokens))
         case m.KvComplete():
-            complete = worker_pb2.KvComplete(received_tokens=event.received_tokens, received_bytes=event.received_bytes)
+            complete = worker_pb2.KvComplete(
+                received_tokens=event.received_tokens,
+                received_bytes=event.received_bytes,
+                received_wire_bytes=event.received_wire_bytes,
+            )
             return worker_pb2.WorkerEvent(kv_complete=complete)
         case m.Tokens():
             records = [record_to_proto(record) for record in event.records]

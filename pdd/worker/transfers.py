@@ -17,6 +17,7 @@ from pdd.worker import messages as m
 from pdd.worker.kv_codecs import CodecChoice
 from pdd.worker.kv_links import KVLinks, Receiver
 from pdd.worker.step_loop import StepLoop
+from pddbridge.codecs import CodecId
 from pddbridge.engine import KVBlock
 from pddbridge.kv_spec import TokenRange
 from pddbridge.links.nixl import NixlAgent
@@ -43,11 +44,13 @@ class PushSpec:
 
 @dataclass(frozen=True)
 class Pushed:
-    """``target`` acknowledged everything."""
+    """``target`` acknowledged everything. ``num_bytes``: of KV as stored; ``wire_bytes``: of the payloads that carried it."""
 
     target: str
     num_tokens: int
     num_bytes: int
+    wire_bytes: int
+    codec: CodecId
 
 
 @dataclass(frozen=True)
@@ -103,9 +106,9 @@ class KVTraffic:
         def acked(num_bytes: int) -> None:
             self._step_loop.post(m.PushAcknowledged(request_id, spec.target, num_bytes))
 
-        target = Receiver(spec.host, spec.port, spec.nixl_port, spec.epoch)
-        transfer = self._links.open(spec.link, target, spec.transfer_id, spec.tokens, acked)
-        return Push(request_id, spec.target, transfer, self._step_loop, ended)
+        target = Receiver(spec.target, spec.host, spec.port, spec.nixl_port, spec.epoch)
+        transfer, codec = self._links.open(spec.link, target, spec.transfer_id, spec.tokens, acked)
+        return Push(request_id, spec.target, transfer, codec, self._step_loop, ended)
 
     async def _place(self, transfer_id: int, block: KVBlock) -> None:
         done: Future[None] = Future()
@@ -113,7 +116,7 @@ class KVTraffic:
         await asyncio.wrap_future(done)
 
     def _complete(self, transfer_id: int, report: TransferReport) -> None:
-        self._step_loop.post(m.TransferComplete(self._owners[transfer_id], report.bytes))
+        self._step_loop.post(m.TransferComplete(self._owners[transfer_id], report.bytes, report.wire_bytes))
 
     def _failed(self, transfer_id: int, failure: TransferFailed) -> None:
         self._step_loop.post(m.FailRequest(self._owners[transfer_id], Code[failure.code], f"incoming transfer: {failure.message}"))
@@ -123,11 +126,18 @@ class Push:
     """One outgoing transfer of one request."""
 
     def __init__(
-        self, request_id: str, target: str, transfer: OutgoingTransfer, step_loop: StepLoop, ended: Callable[[PushOutcome], None]
+        self,
+        request_id: str,
+        target: str,
+        transfer: OutgoingTransfer,
+        codec: CodecId,
+        step_loop: StepLoop,
+        ended: Callable[[PushOutcome], None],
     ) -> None:
         self._request_id = request_id
         self._target = target
         self._transfer = transfer
+        self._codec = codec
         self._step_loop = step_loop
         self._ended = ended
         self._waiting = asyncio.create_task(self._wait(), name=f"push-{request_id}-{target}")
@@ -145,7 +155,7 @@ class Push:
     async def _wait(self) -> None:
         try:
             report = await self._transfer.done()
-            outcome: PushOutcome = Pushed(self._target, len(report.tokens), report.bytes)
+            outcome: PushOutcome = Pushed(self._target, len(report.tokens), report.bytes, report.wire_bytes, self._codec)
         except TransferFailed as failure:
             outcome = PushFailed(self._target, failure.code, failure.message)
         self._step_loop.post(m.PushEnded(self._request_id, self._target))

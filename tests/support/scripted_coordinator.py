@@ -21,6 +21,7 @@ TIMELINE = Timeline(
     relay_tokens=2,
     main_tokens=3,
     wan_kv_bytes=4096,
+    wan_kv_wire_bytes=3072,
     wan_kv_tokens=17,
     main_hit_tokens=5,
     main_prefill_tokens=0,

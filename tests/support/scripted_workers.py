@@ -111,7 +111,7 @@ class Row:
 
     async def receive(self, tokens: int, num_bytes: int) -> None:
         await self.worker.script.kv_event_gate.wait()
-        self.emit(kv_complete=pb.KvComplete(received_tokens=tokens, received_bytes=num_bytes))
+        self.emit(kv_complete=pb.KvComplete(received_tokens=tokens, received_bytes=num_bytes, received_wire_bytes=num_bytes // 2))
         self.kv_here.set()
 
     async def ingest(self, command: pb.Ingest) -> None:
@@ -302,7 +302,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             receiver.received_bytes += num_bytes
             incoming.received = asyncio.create_task(incoming.receive(tokens, num_bytes))
             await self.script.pushed_event_gate.wait()
-            row.emit(pushed=pb.Pushed(target=target.target, tokens=tokens, bytes=num_bytes))
+            row.emit(pushed=pb.Pushed(target=target.target, tokens=tokens, bytes=num_bytes, wire_bytes=num_bytes // 2, codec="ZSTD_PLANES"))
         finally:
             self.num_outgoing -= 1
 

@@ -59,7 +59,7 @@ class Target:
 
 
 @asynccontextmanager
-async def receiving(handshake: Handshake = RECEIVER, **options: float) -> AsyncIterator[Target]:
+async def receiving(handshake: Handshake = RECEIVER, **options: object) -> AsyncIterator[Target]:
     pool = canary_pool(head_major(12, SPEC.dtype), SPEC, 12)
     target: Target
 

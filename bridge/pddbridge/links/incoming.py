@@ -15,7 +15,7 @@ from typing import Final
 from pddbridge.engine import KVBlock
 from pddbridge.kv_coverage import Rectangle
 from pddbridge.kv_spec import KVSpec, TokenRange
-from pddbridge.kv_transfer import Admission, FrameError, Receiver, ReceiverState, TransferFailed, TransferReport
+from pddbridge.kv_transfer import Admission, FrameError, Receiver, ReceiverState, TransferFailed, TransferReport, stored_bytes
 from pddbridge.kv_wire import FrameHeader, NackReason, Reply
 
 log = logging.getLogger(__name__)
@@ -35,6 +35,7 @@ class IncomingTransfers:
 
     def __init__(self, spec: KVSpec, epoch: int, place: Place, complete: Complete, failed: Failed) -> None:
         self.bytes_received = 0
+        self.wire_bytes_received = 0
         self.frames_refused = 0
         self.late_frames_dropped = 0
         self._spec = spec
@@ -173,7 +174,8 @@ class IncomingTransfers:
             if was_receiving:
                 self._failed(header.transfer_id, TransferFailed("INTERNAL", f"placing a frame failed: {error!r}"))
         else:
-            self.bytes_received += header.payload_bytes
+            self.bytes_received += stored_bytes(self._spec, header)
+            self.wire_bytes_received += header.payload_bytes
             receiver.placed(header)
             if receiver.state is ReceiverState.COMPLETE:
                 receiver.adopt()

@@ -9,7 +9,7 @@ from pddbridge.codecs import CodecId
 from pddbridge.engine import KVBlock
 from pddbridge.kv_coverage import Rectangle
 from pddbridge.kv_notes import StopReason
-from pddbridge.kv_sender import OutgoingFrame, Sender, SenderState
+from pddbridge.kv_sender import DueFrame, OutgoingFrame, Sender, SenderState
 from pddbridge.kv_transfer import TransferFailed, TransferReport
 from pddbridge.kv_wire import NackReason
 from pddbridge.links.schedule import Priority
@@ -18,8 +18,8 @@ from pddbridge.links.schedule import Priority
 class OutgoingTransfer:
     """Lives on one event loop. ``offer`` tells the link that frames wait. ``stall_timeout_s``: longest wait for an acknowledgement while
     frames are owed, by the loop's monotonic clock; a transfer with nothing to send may be idle for ever. ``on_acked`` is called with the
-    payload bytes of every acknowledged frame. ``on_stopped`` tells the link once if the transfer ends before it is done for a reason that
-    the receiver cannot know.
+    bytes of KV, as stored, of every acknowledged frame. ``on_stopped`` tells the link once if the transfer ends before it is done for a
+    reason that the receiver cannot know.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class OutgoingTransfer:
 
     @property
     def owed_bytes(self) -> int:
-        """Payload bytes that were pushed and are not acknowledged."""
+        """Bytes of KV that were pushed and are not acknowledged."""
         return self._machine.owed_bytes
 
     @property
@@ -101,14 +101,24 @@ class OutgoingTransfer:
         """As the sender's: to be asked before its frames, over any connection."""
         return self._machine.next_question()
 
+    def send_raw(self) -> None:
+        """From now on: the receiver does not take the codec."""
+        self._machine.codec = CodecId.RAW
+
     def next_frame(self) -> OutgoingFrame | None:
         return self._machine.next_frame()
+
+    def next_due(self) -> DueFrame | None:
+        return self._machine.next_due()
+
+    def encoded(self, sequence: int, wire_bytes: int) -> None:
+        self._machine.encoded(sequence, wire_bytes)
 
     def acked(self, sequence: int) -> int:
         return self._delivered(self._machine.acked(sequence))
 
     def answered(self, sequence: int, placed: Iterable[Rectangle]) -> int:
-        """The receiver answered question ``sequence``. Returns the payload bytes found to be there."""
+        """The receiver answered question ``sequence``. Returns the bytes of KV found to be there."""
         num_bytes = self._delivered(self._machine.answered(sequence, placed))
         self._offer(self)
         return num_bytes

@@ -21,7 +21,7 @@ from pddbridge.kv_wire import Kind, Reply, WireError, decode_reply, encode_frame
 from pddbridge.links.outgoing import OutgoingTransfer
 from pddbridge.links.schedule import Turns
 from pddbridge.links.slots import MAX_SLOTS
-from pddbridge.links.stats import GoodputMeter, LinkStats, RoundTrip
+from pddbridge.links.stats import GoodputMeter, LinkStats, RoundTrip, SenderCounters
 
 log = logging.getLogger(__name__)
 
@@ -116,9 +116,15 @@ class SlotPeer:
         return sum(not transfer.ended for transfer in self._transfers.values())
 
     @property
+    def counters(self) -> SenderCounters:
+        """Payloads are never coded here."""
+        return SenderCounters(self.bytes_sent, self.bytes_sent, self.frames_resent, self.connections_opened, 0, self.num_live)
+
+    @property
     def stats(self) -> LinkStats:
         queued = sum(transfer.owed_bytes for transfer in self._transfers.values())
-        return LinkStats(self._goodput.bytes_per_s, self._round_trip.smoothed_s, queued, int(self.connected))
+        rate = self._goodput.bytes_per_s
+        return LinkStats(rate, rate, self._round_trip.smoothed_s, queued, int(self.connected), self.bytes_sent, self.bytes_sent)
 
     def add(self, transfer: OutgoingTransfer) -> None:
         """Connects if nothing is connected. Raises ValueError for an id that is in use here."""

@@ -15,8 +15,7 @@ from pddbridge.links.outgoing import OutgoingTransfer
 from pddbridge.links.schedule import Priority
 from pddbridge.links.slot_peer import Carrier, SlotPeer, SlotSettings
 from pddbridge.links.slots import SLOT_BYTES
-from pddbridge.links.stats import LinkStats
-from pddbridge.links.tcp_sender import SenderCounters
+from pddbridge.links.stats import LinkStats, SenderCounters
 
 
 class SlotSender(ABC):
@@ -26,18 +25,12 @@ class SlotSender(ABC):
         self._handshake = handshake
         self._settings = settings or SlotSettings()
         self._peers: dict[int, SlotPeer] = {}
-        self._past = SenderCounters(0, 0, 0, 0)
+        self._past = SenderCounters()
         self._closing: set[asyncio.Task[None]] = set()
 
     @property
     def counters(self) -> SenderCounters:
-        peers, past = self._peers.values(), self._past
-        return SenderCounters(
-            past.bytes_sent + sum(peer.bytes_sent for peer in peers),
-            past.frames_resent + sum(peer.frames_resent for peer in peers),
-            past.connections_opened + sum(peer.connections_opened for peer in peers),
-            sum(peer.num_live for peer in peers),
-        )
+        return sum((peer.counters for peer in self._peers.values()), self._past)
 
     def open(
         self,
@@ -95,13 +88,8 @@ class SlotSender(ABC):
     def _retire(self, receiver_epoch: int) -> None:
         """Forget receivers that are gone: nothing is sent to them any more and their connection has ended."""
         for epoch in [e for e, peer in self._peers.items() if e != receiver_epoch and not peer.num_live and not peer.connected]:
-            peer, past = self._peers.pop(epoch), self._past
-            self._past = SenderCounters(
-                past.bytes_sent + peer.bytes_sent,
-                past.frames_resent + peer.frames_resent,
-                past.connections_opened + peer.connections_opened,
-                0,
-            )
+            peer = self._peers.pop(epoch)
+            self._past += peer.counters
             task = asyncio.get_running_loop().create_task(peer.close())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)

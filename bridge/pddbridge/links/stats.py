@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Final
 
 _WINDOW_S: Final = 0.1
@@ -13,15 +13,37 @@ _ROUND_TRIP_WEIGHT: Final = 1 / 8  # as TCP's smoothed round-trip time, RFC 6298
 
 @dataclass(frozen=True)
 class LinkStats:
-    """To one receiver. ``goodput_bytes_per_s``: payload acknowledged after placing, while frames were in flight; smoothed over about 2 s
-    of traffic. ``round_trip_s``: of handshakes and pings on an idle connection, smoothed. Both None until measured. ``queued_bytes``:
-    payload pushed and not acknowledged, now.
+    """To one receiver. ``goodput_bytes_per_s``: KV, as stored, acknowledged after placing, while frames were in flight; smoothed over about
+    2 s of traffic. ``wire_bytes_per_s``: the same of payloads as sent, smaller where they are coded. ``round_trip_s``: of handshakes and
+    pings on an idle connection, smoothed. All None until measured. ``queued_bytes``: KV pushed and not acknowledged, now.
+    ``delivered_bytes``, ``delivered_wire_bytes``: since the start, as the rates.
     """
 
     goodput_bytes_per_s: float | None
+    wire_bytes_per_s: float | None
     round_trip_s: float | None
     queued_bytes: int
     num_connections: int
+    delivered_bytes: int
+    delivered_wire_bytes: int
+
+
+@dataclass(frozen=True)
+class SenderCounters:
+    """Since the start. ``bytes_sent``: KV as stored, acknowledged after placing or found to be there. ``wire_bytes_sent``: the payloads
+    that carried it. ``frames_resent``: after a break. ``codecs_declined``: transfers whose codec the receiver does not take. ``num_open``:
+    transfers that have not ended, now.
+    """
+
+    bytes_sent: int = 0
+    wire_bytes_sent: int = 0
+    frames_resent: int = 0
+    connections_opened: int = 0
+    codecs_declined: int = 0
+    num_open: int = 0
+
+    def __add__(self, other: SenderCounters) -> SenderCounters:
+        return SenderCounters(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
 
 
 class GoodputMeter:

@@ -4,10 +4,10 @@ from pddbridge.kv_handshake import PROTOCOL_VERSION, Handshake, HandshakeError
 from pddbridge.kv_transfer import TransferFailed, TransferReport
 from pddbridge.links.outgoing import OutgoingTransfer
 from pddbridge.links.schedule import Priority
-from pddbridge.links.stats import LinkStats
+from pddbridge.links.stats import LinkStats, SenderCounters
 from pddbridge.links.tcp_connection import Liveness
 from pddbridge.links.tcp_peer import SenderSettings
-from pddbridge.links.tcp_sender import KVSender, SenderCounters
+from pddbridge.links.tcp_sender import KVSender
 from pddbridge.links.tcp_server import KVServer, ServerCounters
 
 __all__ = [

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pddbridge.kv_notes import NOTE_BYTES, Note, decode_have_body, decode_note, encode_note, have_body_bytes
-from pddbridge.kv_sender import OutgoingFrame
+from pddbridge.kv_sender import DueFrame, OutgoingFrame
 from pddbridge.kv_spec import KVSpec
 from pddbridge.kv_wire import Kind, NackReason, WireError, encode_frame_header
 from pddbridge.links import tcp_io
@@ -44,9 +44,13 @@ class Source(Protocol):
 
     async def pace(self) -> None: ...
 
-    def take(self) -> Note | tuple[OutgoingTransfer, Note | OutgoingFrame] | None: ...
+    def take(self) -> Note | tuple[OutgoingTransfer, Note | DueFrame] | None: ...
 
-    def delivered(self, num_bytes: int, just_now: bool) -> None: ...
+    async def encode(self, due: DueFrame) -> OutgoingFrame: ...
+
+    def sending(self, frame: OutgoingFrame) -> None: ...
+
+    def delivered(self, num_bytes: int, wire_bytes: int, just_now: bool) -> None: ...
 
     def round_trip(self, seconds: float | None) -> float | None: ...
 
@@ -118,11 +122,23 @@ class Connection:
                 case (transfer, Note() as question):
                     self._questions[(transfer.transfer_id, question.sequence)] = transfer
                     await tcp_io.send(self._sock, encode_note(question), memoryview(b""))
-                case (transfer, OutgoingFrame() as frame):
-                    self._in_flight[(transfer.transfer_id, frame.header.sequence)] = transfer, frame.header.payload_bytes
-                    await tcp_io.send(self._sock, encode_frame_header(frame.header), frame.payload)
+                case (transfer, DueFrame() as due):
+                    await self._send_frame(transfer, due)
             # A send that the kernel takes at once does not yield; without this one connection would take every frame and hold up the loop.
             await asyncio.sleep(0)
+
+    async def _send_frame(self, transfer: OutgoingTransfer, due: DueFrame) -> None:
+        """In flight here before it is encoded, so that it is in doubt, not forgotten, if the connection breaks meanwhile."""
+        key = (transfer.transfer_id, due.sequence)
+        self._in_flight[key] = transfer, 0
+        frame = await self._source.encode(due)
+        if transfer.ended:  # meanwhile: the receiver is told, or has said so
+            self._in_flight.pop(key, None)
+            return
+        self._in_flight[key] = transfer, frame.header.payload_bytes
+        transfer.encoded(due.sequence, frame.header.payload_bytes)
+        self._source.sending(frame)
+        await tcp_io.send(self._sock, encode_frame_header(frame.header), frame.payload)
 
     async def _idle(self) -> None:
         """Returns when there is work; meanwhile the connection is kept alive and known to be."""
@@ -181,7 +197,9 @@ class Connection:
                     rectangles = decode_have_body(body, self._spec)
                     transfer = self._questions.pop(key, None)
                     if transfer is not None:
-                        self._delivered(transfer.answered(note.sequence, rectangles), just_now=False)
+                        before = transfer.report.wire_bytes
+                        num_bytes = transfer.answered(note.sequence, rectangles)
+                        self._delivered(num_bytes, transfer.report.wire_bytes - before, just_now=False)
                 case _:
                     if (ping := self._pings.get(note.sequence)) is not None and not ping.done():
                         ping.set_result(None)
@@ -190,19 +208,20 @@ class Connection:
         """``last`` and every frame before it on this connection is placed, but for those that were refused one by one."""
         if last not in self._in_flight:
             return
-        num_bytes = 0
+        num_bytes = wire_bytes = 0
         while True:
             key = next(iter(self._in_flight))
             transfer, payload_bytes = self._in_flight.pop(key)
-            if transfer.acked(key[1]):
-                num_bytes += payload_bytes
+            if stored := transfer.acked(key[1]):
+                num_bytes += stored
+                wire_bytes += payload_bytes
             if key == last:
                 break
-        self._delivered(num_bytes, just_now=True)
+        self._delivered(num_bytes, wire_bytes, just_now=True)
 
-    def _delivered(self, num_bytes: int, just_now: bool) -> None:
+    def _delivered(self, num_bytes: int, wire_bytes: int, just_now: bool) -> None:
         self.progressed = self.progressed or num_bytes > 0
-        self._source.delivered(num_bytes, just_now)
+        self._source.delivered(num_bytes, wire_bytes, just_now)
 
     def _owes_answers(self) -> bool:
         """Whether the receiver does."""

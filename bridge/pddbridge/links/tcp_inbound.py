@@ -28,6 +28,7 @@ from pddbridge.kv_wire import (
     payload_view,
 )
 from pddbridge.links import tcp_io
+from pddbridge.links.coding import CodingThreads
 from pddbridge.links.frame_buffers import FrameBuffers
 from pddbridge.links.incoming import IncomingTransfers
 
@@ -89,6 +90,7 @@ class InboundConnection:
         incoming: IncomingTransfers,
         buffers: FrameBuffers,
         codecs: frozenset[CodecId],
+        coding: CodingThreads,
         max_placing: int,
         idle_timeout_s: float,
     ) -> None:
@@ -97,6 +99,7 @@ class InboundConnection:
         self._incoming = incoming
         self._buffers = buffers
         self._codecs = codecs
+        self._coding = coding
         self._idle_timeout_s = idle_timeout_s
         self._intake = tcp_io.Intake(sock)
         self._slots = asyncio.Semaphore(max_placing)
@@ -143,7 +146,8 @@ class InboundConnection:
             else:
                 payload = memoryview(bytearray(header.payload_bytes))
                 await self._intake.fill(payload, inside=True)
-                block = decoded_block_of(header, self._spec, payload, values)
+                # Nobody is a writer yet: whether the frame is still wanted is asked again when it is decoded.
+                block = await self._coding.run(partial(decoded_block_of, header, self._spec, payload, values))
         else:
             self._discarded = self._discarded or bytearray(MAX_PAYLOAD_BYTES)
             await self._intake.fill(memoryview(self._discarded)[: header.payload_bytes], inside=True)

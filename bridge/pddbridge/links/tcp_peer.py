@@ -8,16 +8,17 @@ import socket
 from collections import deque
 from dataclasses import dataclass, field
 
-from pddbridge.codecs import CodecId
+from pddbridge.codecs import CODECS, CodecId
 from pddbridge.kv_handshake import Handshake, HandshakeError, check_welcome, codecs_of, hello, parse_refuse
 from pddbridge.kv_notes import Note, StopReason
-from pddbridge.kv_sender import OutgoingFrame
+from pddbridge.kv_sender import DueFrame, OutgoingFrame
 from pddbridge.kv_transfer import FailureCode, TransferFailed
 from pddbridge.kv_wire import Kind, WireError
 from pddbridge.links import tcp_io
+from pddbridge.links.coding import CodingThreads
 from pddbridge.links.outgoing import OutgoingTransfer
 from pddbridge.links.schedule import Pacer, Turns
-from pddbridge.links.stats import GoodputMeter, LinkStats, RoundTrip
+from pddbridge.links.stats import GoodputMeter, LinkStats, RoundTrip, SenderCounters
 from pddbridge.links.tcp_connection import Connection, Liveness
 
 log = logging.getLogger(__name__)
@@ -59,15 +60,18 @@ class SenderSettings:
 class Peer:
     """Connections to the receiver with ``epoch`` at ``host:port``. They are opened when a transfer is, and then stay."""
 
-    def __init__(self, handshake: Handshake, host: str, port: int, epoch: int, settings: SenderSettings) -> None:
+    def __init__(self, handshake: Handshake, host: str, port: int, epoch: int, settings: SenderSettings, coding: CodingThreads) -> None:
         self.bytes_sent = 0
+        self.wire_bytes_sent = 0
         self.frames_resent = 0
+        self.codecs_declined = 0
         self.connections_opened = 0
         self._handshake = handshake
         self._host = host
         self._port = port
         self._epoch = epoch
         self._settings = settings
+        self._coding = coding
         self._loop = asyncio.get_running_loop()
         self._transfers: dict[int, OutgoingTransfer] = {}
         self._connections: set[Connection] = set()
@@ -78,6 +82,7 @@ class Peer:
         self._turns: Turns[OutgoingTransfer] = Turns()
         self._pacer = Pacer(settings.max_bytes_per_s)
         self._goodput = GoodputMeter()
+        self._wire_rate = GoodputMeter()
         self._round_trip = RoundTrip()
         self._work = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -88,9 +93,15 @@ class Peer:
         return sum(not transfer.ended for transfer in self._transfers.values())
 
     @property
+    def counters(self) -> SenderCounters:
+        opened = self.connections_opened
+        return SenderCounters(self.bytes_sent, self.wire_bytes_sent, self.frames_resent, opened, self.codecs_declined, self.num_live)
+
+    @property
     def stats(self) -> LinkStats:
         queued = sum(transfer.owed_bytes for transfer in self._transfers.values())
-        return LinkStats(self._goodput.bytes_per_s, self._round_trip.smoothed_s, queued, len(self._connections))
+        rates = (self._goodput.bytes_per_s, self._wire_rate.bytes_per_s)
+        return LinkStats(*rates, self._round_trip.smoothed_s, queued, len(self._connections), self.bytes_sent, self.wire_bytes_sent)
 
     def add(self, transfer: OutgoingTransfer) -> None:
         """Connects if nothing is connected. Raises ValueError for an id that is in use here."""
@@ -144,7 +155,7 @@ class Peer:
         while (delay_s := self._pacer.delay_s(self._loop.time())) > 0:
             await asyncio.sleep(delay_s)
 
-    def take(self) -> Note | tuple[OutgoingTransfer, Note | OutgoingFrame] | None:
+    def take(self) -> Note | tuple[OutgoingTransfer, Note | DueFrame] | None:
         """What to send next: farewells, questions, then the next frame of the transfer whose turn it is."""
         if self._farewells:
             return self._farewells.popleft()
@@ -152,31 +163,51 @@ class Peer:
             return self._questions.popleft()
         while (transfer := self._turns.take()) is not None:
             if transfer.codec not in self._codecs:
-                taken = sorted(codec.name for codec in self._codecs)
-                transfer.fail(TransferFailed("INVALID_ARGUMENT", f"codec: given {transfer.codec.name}, the receiver takes {taken}"))
-            frame = transfer.next_frame()
-            if frame is not None:
+                self._decline(transfer)
+            due = transfer.next_due()
+            if due is not None:
                 if transfer.num_queued:
                     self._turns.add(transfer)
-                self.frames_resent += frame.attempt > 1
-                now_s = self._loop.time()
-                self._pacer.spent(frame.header.payload_bytes, now_s)
-                self._goodput.started(now_s)
-                return transfer, frame
+                self.frames_resent += due.attempt > 1
+                return transfer, due
         return None
 
-    def delivered(self, num_bytes: int, just_now: bool) -> None:
-        """Payload that a connection learnt to be placed; ``just_now`` False: over an earlier connection."""
+    async def encode(self, due: DueFrame) -> OutgoingFrame:
+        """What takes milliseconds is done by another thread."""
+        return due.encode() if due.codec is CodecId.RAW else await self._coding.run(due.encode)
+
+    def sending(self, frame: OutgoingFrame) -> None:
+        """A connection starts to send ``frame``."""
+        now_s = self._loop.time()
+        self._pacer.spent(frame.header.payload_bytes, now_s)
+        self._goodput.started(now_s)
+        self._wire_rate.started(now_s)
+
+    def delivered(self, num_bytes: int, wire_bytes: int, just_now: bool) -> None:
+        """KV that a connection learnt to be placed, and what carried it; ``just_now`` False: over an earlier connection."""
         self.bytes_sent += num_bytes
+        self.wire_bytes_sent += wire_bytes
         if not just_now:
             return
-        self._goodput.delivered(num_bytes, self._loop.time(), not any(c.num_in_flight for c in self._connections))
+        now_s, all_delivered = self._loop.time(), not any(c.num_in_flight for c in self._connections)
+        self._goodput.delivered(num_bytes, now_s, all_delivered)
+        self._wire_rate.delivered(wire_bytes, now_s, all_delivered)
 
     def round_trip(self, seconds: float | None) -> float | None:
         """The smoothed round trip, after ``seconds`` were measured."""
         if seconds is not None:
             self._round_trip.measured(seconds)
         return self._round_trip.smoothed_s
+
+    def _decline(self, transfer: OutgoingTransfer) -> None:
+        """The receiver does not take the transfer's codec. A lossless one was only to save time; of a lossy one somebody counts on less."""
+        self.codecs_declined += 1
+        taken = sorted(codec.name for codec in self._codecs)
+        if CODECS[transfer.codec].lossless:
+            log.warning("kv sender: %s:%d takes %s, so %s goes raw", self._host, self._port, taken, transfer.codec.name)
+            transfer.send_raw()
+        else:
+            transfer.fail(TransferFailed("INVALID_ARGUMENT", f"codec: given {transfer.codec.name}, the receiver takes {taken}"))
 
     async def _run(self) -> None:
         """One connection for ever: opened when it is wanted, used until it breaks, opened again."""

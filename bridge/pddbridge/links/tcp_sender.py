@@ -4,28 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from pddbridge.codecs import CodecId
 from pddbridge.kv_handshake import Handshake
 from pddbridge.kv_sender import Sender
 from pddbridge.kv_spec import HeadRange, TokenRange
+from pddbridge.links.coding import CodingThreads
 from pddbridge.links.outgoing import OutgoingTransfer
 from pddbridge.links.schedule import Priority
-from pddbridge.links.stats import LinkStats
+from pddbridge.links.stats import LinkStats, SenderCounters
 from pddbridge.links.tcp_peer import Peer, SenderSettings
-
-
-@dataclass(frozen=True)
-class SenderCounters:
-    """Since the start. ``bytes_sent``: payload, acknowledged after placing or found to be there. ``frames_resent``: after a break.
-    ``num_open``: transfers that have not ended, now.
-    """
-
-    bytes_sent: int
-    frames_resent: int
-    connections_opened: int
-    num_open: int
 
 
 class KVSender:
@@ -35,18 +23,13 @@ class KVSender:
         self._handshake = handshake
         self._settings = settings or SenderSettings()
         self._peers: dict[tuple[str, int, int], Peer] = {}
-        self._retired = SenderCounters(0, 0, 0, 0)
+        self._retired = SenderCounters()
+        self._coding = CodingThreads()
         self._closing: set[asyncio.Task[None]] = set()
 
     @property
     def counters(self) -> SenderCounters:
-        peers, past = self._peers.values(), self._retired
-        return SenderCounters(
-            past.bytes_sent + sum(peer.bytes_sent for peer in peers),
-            past.frames_resent + sum(peer.frames_resent for peer in peers),
-            past.connections_opened + sum(peer.connections_opened for peer in peers),
-            sum(peer.num_live for peer in peers),
-        )
+        return sum((peer.counters for peer in self._peers.values()), self._retired)
 
     def open(
         self,
@@ -65,13 +48,14 @@ class KVSender:
         """A transfer of ``tokens`` to the receiver with ``receiver_epoch`` at ``host:port``; ``heads`` (absolute): only this shard's.
 
         ``on_acked`` as :class:`OutgoingTransfer` says. ``resume``: another process may have sent a part, so the receiver is asked first
-        what it has. ``codec``: None for the settings'; the transfer fails if the receiver does not take it. Call on the event loop;
+        what it has. ``codec``: None for the settings'; where the receiver does not take it, a lossless one gives way to raw and a lossy one
+        fails the transfer. Call on the event loop;
         connections are opened at once, so that the first ``push`` finds them warm and a receiver that has restarted is noticed early.
         Raises ValueError for an empty range or an id in use.
         """
         self._retire(host, port, receiver_epoch)
         key = (host, port, receiver_epoch)
-        peer = self._peers.get(key) or Peer(self._handshake, host, port, receiver_epoch, self._settings)
+        peer = self._peers.get(key) or Peer(self._handshake, host, port, receiver_epoch, self._settings, self._coding)
         spec, settings = self._handshake.kv_spec, self._settings
         codec = settings.codec if codec is None else codec
         machine = Sender(spec, transfer_id, receiver_epoch, tokens, heads, settings.max_attempts, resume=resume, codec=codec)
@@ -88,17 +72,13 @@ class KVSender:
     async def close(self) -> None:
         """Cancel live transfers, close connections."""
         await asyncio.gather(*(peer.close() for peer in self._peers.values()), *self._closing)
+        self._coding.close()
 
     def _retire(self, host: str, port: int, epoch: int) -> None:
         """Forget earlier lives of the receiver at ``host:port`` that nothing is sent to any more."""
         for key in [k for k in self._peers if k[:2] == (host, port) and k[2] != epoch and not self._peers[k].num_live]:
-            peer, past = self._peers.pop(key), self._retired
-            self._retired = SenderCounters(
-                past.bytes_sent + peer.bytes_sent,
-                past.frames_resent + peer.frames_resent,
-                past.connections_opened + peer.connections_opened,
-                0,
-            )
+            peer = self._peers.pop(key)
+            self._retired += peer.counters
             task = asyncio.get_running_loop().create_task(peer.close())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)

@@ -14,6 +14,7 @@ from pddbridge.kv_handshake import Handshake, HandshakeError, check_hello, refus
 from pddbridge.kv_spec import TokenRange
 from pddbridge.kv_wire import WireError
 from pddbridge.links import tcp_io
+from pddbridge.links.coding import CodingThreads
 from pddbridge.links.frame_buffers import FrameBuffers
 from pddbridge.links.incoming import Complete, Failed, IncomingTransfers, Place
 from pddbridge.links.tcp_inbound import InboundConnection
@@ -25,12 +26,14 @@ LOSSLESS: Final = frozenset(codec_id for codec_id, codec in CODECS.items() if co
 
 @dataclass(frozen=True)
 class ServerCounters:
-    """Since the start. ``bytes_received``: payload, placed and checked. ``frames_refused``: bad checksum, format, range or order.
+    """Since the start. ``bytes_received``: KV as stored, placed and checked. ``wire_bytes_received``: the payloads that carried it.
+    ``frames_refused``: bad checksum, format, range or order.
     ``late_frames_dropped``: of fenced or unknown transfers or another epoch. ``num_open``: transfers not yet fenced to the end, now.
     ``num_connections``: now.
     """
 
     bytes_received: int
+    wire_bytes_received: int
     frames_refused: int
     late_frames_dropped: int
     handshakes_refused: int
@@ -62,6 +65,7 @@ class KVServer:
         self._handshake = handshake
         self._incoming = IncomingTransfers(handshake.kv_spec, handshake.epoch, place, complete, failed)
         self._buffers = FrameBuffers()
+        self._coding = CodingThreads()
         self._codecs = frozenset({CodecId.RAW, *codecs})
         self._max_placing = max_placing
         self._max_connections = max_connections
@@ -84,6 +88,7 @@ class KVServer:
         refused = incoming.frames_refused + self._frames_refused
         return ServerCounters(
             incoming.bytes_received,
+            incoming.wire_bytes_received,
             refused,
             incoming.late_frames_dropped,
             self._handshakes_refused,
@@ -114,6 +119,7 @@ class KVServer:
         if self._listener is not None:
             self._listener.close()
         await self._incoming.close()
+        self._coding.close()
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -153,7 +159,7 @@ class KVServer:
 
     def _inbound(self, sock: socket.socket) -> InboundConnection:
         spec, limits = self._handshake.kv_spec, (self._max_placing, self._idle_timeout_s)
-        return InboundConnection(sock, spec, self._incoming, self._buffers, self._codecs, *limits)
+        return InboundConnection(sock, spec, self._incoming, self._buffers, self._codecs, self._coding, *limits)
 
     async def _greet(self, sock: socket.socket) -> None:
         _, body = await tcp_io.receive_message(sock, ("hello",))

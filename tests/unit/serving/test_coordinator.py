@@ -41,7 +41,7 @@ async def test_every_handoff_position_yields_the_single_worker_stream(mode: str)
             assert (timeline.pipeline, timeline.handoff, timeline.fallbacks) == ("relay", mode, 0)
             assert timeline.main_prefill_tokens == 0
             assert timeline.wan_kv_tokens == len(request.prompt_ids) - 1
-            assert timeline.wan_kv_bytes == timeline.wan_kv_tokens * KV_BYTES_PER_TOKEN
+            assert timeline.wan_kv_bytes == timeline.wan_kv_tokens * KV_BYTES_PER_TOKEN == 2 * timeline.wan_kv_wire_bytes
             assert timeline.handoff_start_s is not None
             assert timeline.handoff_start_s <= timeline.handoff_done_s <= timeline.e2e_s
         assert cluster.worker("main").proposed >= sum(24 - k for k in HANDOFFS)
@@ -371,5 +371,7 @@ async def test_metrics_count_tokens_by_origin() -> None:
         assert sample("pdd:handoff_total", {"mode": "one_shot"}) == 1
         assert sample("pdd:inter_token_latency_seconds_count") == 23
         assert sample("pdd:kv_transfer_bytes_total", {"link": "a-b"}) == 19 * KV_BYTES_PER_TOKEN
+        assert sample("pdd:kv_transfer_wire_bytes_total", {"link": "a-b"}) == 19 * KV_BYTES_PER_TOKEN / 2
+        assert sample("pdd:kv_pushes_total", {"target": "main-0", "codec": "ZSTD_PLANES"}) == 1
         assert sample("pdd:prefix_cache_queries_total", {"role": "main"}) == 19
         assert sample("pdd:prefix_cache_hits_total", {"role": "main"}) == 0

@@ -31,7 +31,7 @@ def move(sender: ExecutorDriver, receiver: ExecutorDriver, request_id: str) -> N
     for read in sender.of("p", m.KVRead):
         receiver.place(request_id, read.blocks)
         num_bytes += sum(block.values.nbytes for block in read.blocks)
-    receiver.executor.handle(m.TransferComplete(request_id, num_bytes))
+    receiver.executor.handle(m.TransferComplete(request_id, num_bytes, num_bytes))
 
 
 def computed(driver: ExecutorDriver) -> tuple[int, int, int]:
@@ -157,12 +157,12 @@ def test_a_receiver_gets_what_it_lacks_and_continues_as_a_single_engine_would(pr
             done += 1
         num_bytes = sum(block.values.nbytes for read in sender.of("p", m.KVRead) for block in read.blocks)
         assert num_bytes == (22 - hit) * receiver.engine.kv_spec.bytes_per_token
-        receiver.executor.handle(m.TransferComplete("r", num_bytes))
-        assert receiver.of("r", m.KvComplete) == [m.KvComplete(22 - hit, num_bytes)]
+        receiver.executor.handle(m.TransferComplete("r", num_bytes, num_bytes))
+        assert receiver.of("r", m.KvComplete) == [m.KvComplete(22 - hit, num_bytes, num_bytes)]
         sender.close("p")
         sender.assert_idle()
     else:
-        assert receiver.of("r", m.KvComplete) == [m.KvComplete(0, 0)]
+        assert receiver.of("r", m.KvComplete) == [m.KvComplete(0, 0, 0)]
     receiver.run()
     assert receiver.log("r") == expected_log(PROMPT, 8)
     assert receiver.snapshot().counters.computed_prompt_tokens == before.counters.computed_prompt_tokens

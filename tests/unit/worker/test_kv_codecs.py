@@ -15,13 +15,19 @@ from pdd.worker.kv_codecs import CodecChoice, CodecRule, codec_rules, codecs_tak
 from pddbridge.codecs import CodecId
 from pddbridge.codecs_base import CodecSpeed
 from pddbridge.kv_spec import KVSpec
+from pddbridge.links.stats import LinkStats
 from tests.support.deployments import launch_config
-from tests.support.fake_engine import FakeEngine, expected_log
+from tests.support.fake_engine import KV_SPEC, FakeEngine, expected_log
 from tests.support.worker_harness import WorkerHarness
 
 FAR = ("127.0.0.1", 4000)
 ZSTD = CodecSpeed(CodecId.ZSTD_PLANES, True, 1.45, 0.35e9, 1.0e9)
 INT8 = CodecSpeed(CodecId.INT8_BLOCKS, False, 1.88, 0.6e9, 1.6e9)
+
+
+def delivered(bytes_per_s: float, ratio: float = 1.0) -> LinkStats:
+    """A link that was seen to deliver so much KV."""
+    return LinkStats(bytes_per_s, bytes_per_s / ratio, 0.05, 0, 2, 1000, round(1000 / ratio))
 
 
 def with_link(**fields: object) -> LaunchConfig:
@@ -40,7 +46,8 @@ def test_rules_are_for_receivers_behind_a_declared_link_as_the_sender_reaches_th
     assert set(codec_rules(config, topology, "b")) == {
         (topology.worker(name).route("b").kv.host, topology.worker(name).route("b").kv.port) for name in ("prefill-0", "relay-0")
     }
-    assert next(iter(codec_rules(with_link(), topology, "a").values())).fixed is CodecId.RAW
+    assert codec_rules(with_link(), topology, "a") == rules, "auto is the default"
+    assert next(iter(codec_rules(with_link(codec="raw"), topology, "a").values())).fixed is CodecId.RAW
     named = with_link(codec="int8", allow_lossy=True, emulate=None)
     assert list(codec_rules(named, plan_topology(named), "a").values()) == [CodecRule(CodecId.INT8_BLOCKS, True, None)]
 
@@ -57,7 +64,7 @@ def test_lossy_payloads_are_taken_only_where_a_link_allows_them() -> None:
 
 def test_a_receiver_without_a_rule_gets_raw() -> None:
     choice = CodecChoice({FAR: CodecRule(None, True, 1e6)}, [ZSTD, INT8])
-    assert choice.choose(("127.0.0.1", 4001), 1e6) is CodecId.RAW
+    assert choice.choose(("127.0.0.1", 4001), delivered(1e6)) is CodecId.RAW
     assert CodecChoice({}, ()).choose(FAR, None) is CodecId.RAW
 
 
@@ -66,25 +73,32 @@ def test_the_declared_rate_counts_until_there_is_a_measured_one() -> None:
     assert slow.choose(FAR, None) is CodecId.ZSTD_PLANES
     undeclared = CodecChoice({FAR: CodecRule(None, False, None)}, [ZSTD, INT8])
     assert undeclared.choose(FAR, None) is CodecId.RAW
-    assert undeclared.choose(FAR, 5e6) is CodecId.ZSTD_PLANES
+    assert undeclared.choose(FAR, delivered(5e6)) is CodecId.ZSTD_PLANES
     assert undeclared.num_chosen == {"RAW": 1, "ZSTD_PLANES": 1}
     fast = CodecChoice({FAR: CodecRule(None, False, 5e6)}, [ZSTD, INT8])
-    assert fast.choose(FAR, 1.2e9) is CodecId.RAW
+    assert fast.choose(FAR, delivered(1.2e9)) is CodecId.RAW
 
 
 def test_goodput_is_read_as_what_the_codec_in_use_delivered() -> None:
     """110 MB/s raw are worth coding at half a thread; 110 MB/s that were coded mean a link of 76 MB/s; 160 mean the codec is the limit."""
     choice = CodecChoice({FAR: CodecRule(None, False, None)}, [ZSTD])
-    assert choice.choose(FAR, 110e6) is CodecId.ZSTD_PLANES
-    assert choice.choose(FAR, 110e6) is CodecId.ZSTD_PLANES
-    assert choice.choose(FAR, 160e6) is CodecId.RAW
-    assert choice.choose(FAR, 160e6) is CodecId.RAW, "raw now, and too fast a link for half a thread"
+    assert choice.choose(FAR, delivered(110e6)) is CodecId.ZSTD_PLANES
+    assert choice.choose(FAR, delivered(110e6, 1.45)) is CodecId.ZSTD_PLANES
+    assert choice.choose(FAR, delivered(160e6, 1.45)) is CodecId.RAW
+    assert choice.choose(FAR, delivered(160e6)) is CodecId.RAW, "raw now, and too fast a link for half a thread"
+
+
+def test_a_codec_that_does_nothing_for_what_is_really_sent_is_left_and_not_tried_again() -> None:
+    choice = CodecChoice({FAR: CodecRule(None, False, 5e6)}, [ZSTD])
+    assert choice.choose(FAR, None) is CodecId.ZSTD_PLANES
+    assert choice.choose(FAR, delivered(5.1e6, 1.02)) is CodecId.RAW
+    assert choice.choose(FAR, delivered(5e6)) is CodecId.RAW
 
 
 def test_lossy_needs_the_rule_and_a_name_decides_alone() -> None:
     assert CodecChoice({FAR: CodecRule(None, False, 5e6)}, [ZSTD, INT8]).choose(FAR, None) is CodecId.ZSTD_PLANES
     assert CodecChoice({FAR: CodecRule(None, True, 5e6)}, [ZSTD, INT8]).choose(FAR, None) is CodecId.INT8_BLOCKS
-    assert CodecChoice({FAR: CodecRule(CodecId.FP8_BLOCKS, True, 5e6)}, ()).choose(FAR, 9e9) is CodecId.FP8_BLOCKS
+    assert CodecChoice({FAR: CodecRule(CodecId.FP8_BLOCKS, True, 5e6)}, ()).choose(FAR, delivered(9e9)) is CodecId.FP8_BLOCKS
     assert CodecChoice({FAR: CodecRule(CodecId.RAW, True, 5e6)}, [ZSTD]).choose(FAR, None) is CodecId.RAW
 
 
@@ -112,11 +126,20 @@ async def test_a_worker_s_kv_is_coded_and_the_receiver_decodes_the_same_tokens()
             stream = main.attach().open(f"r-{number}", prompt, transfer=True, max_tokens=4, tenant=str(number))
             target = main.target((await stream.until("reserved")).reserved)
             sender = prefill.attach().open(f"r-{number}", prompt, decode=False, push_to=[target])
-            await sender.until("pushed")
+            pushed = (await sender.until("pushed")).pushed
+            assert (pushed.bytes, pushed.codec) == (79 * KV_SPEC.bytes_per_token, "ZSTD_PLANES")
+            complete = (await stream.until("kv_complete")).kv_complete
+            assert (complete.received_bytes, complete.received_wire_bytes) == (pushed.bytes, pushed.wire_bytes)
+            assert pushed.wire_bytes < 0.9 * pushed.bytes
             assert await stream.tokens(4) == expected_log(prompt, 4)
             await sender.half_close()
             await stream.half_close()
-        assert prefill.traffic.links.codecs_chosen == {"ZSTD_PLANES": 2}
+        ledger = await prefill.ledger()
+        assert ledger.kv_codecs == {"ZSTD_PLANES": 2}
+        assert ledger.kv_bytes_sent == 2 * 79 * KV_SPEC.bytes_per_token
+        assert ledger.kv_coding_ratio == ledger.kv_bytes_sent / ledger.kv_wire_bytes_sent > 1.1
+        received = await main.ledger()
+        assert (received.kv_bytes_received, received.kv_wire_bytes_received) == (ledger.kv_bytes_sent, ledger.kv_wire_bytes_sent)
 
 
 async def test_a_lossy_payload_is_refused_by_a_receiver_that_takes_none() -> None:

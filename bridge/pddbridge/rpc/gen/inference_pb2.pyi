@@ -114,7 +114,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Timeline(_message.Message):
-    __slots__ = ("pipeline", "pipeline_reason", "handoff", "relay_tokens", "main_tokens", "wan_kv_bytes", "wan_kv_tokens", "main_hit_tokens", "main_prefill_tokens", "prefill_done_s", "relay_kv_s", "main_kv_s", "handoff_start_s", "handoff_done_s", "ttft_s", "second_token_s", "e2e_s", "max_itl_s", "fallbacks")
+    __slots__ = ("pipeline", "pipeline_reason", "handoff", "relay_tokens", "main_tokens", "wan_kv_bytes", "wan_kv_tokens", "main_hit_tokens", "main_prefill_tokens", "prefill_done_s", "relay_kv_s", "main_kv_s", "handoff_start_s", "handoff_done_s", "ttft_s", "second_token_s", "e2e_s", "max_itl_s", "fallbacks", "wan_kv_wire_bytes")
     PIPELINE_FIELD_NUMBER: _ClassVar[int]
     PIPELINE_REASON_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
@@ -134,6 +134,7 @@ class Timeline(_message.Message):
     E2E_S_FIELD_NUMBER: _ClassVar[int]
     MAX_ITL_S_FIELD_NUMBER: _ClassVar[int]
     FALLBACKS_FIELD_NUMBER: _ClassVar[int]
+    WAN_KV_WIRE_BYTES_FIELD_NUMBER: _ClassVar[int]
     pipeline: str
     pipeline_reason: str
     handoff: str
@@ -153,7 +154,8 @@ class Timeline(_message.Message):
     e2e_s: float
     max_itl_s: float
     fallbacks: int
-    def __init__(self, pipeline: _Optional[str] = ..., pipeline_reason: _Optional[str] = ..., handoff: _Optional[str] = ..., relay_tokens: _Optional[int] = ..., main_tokens: _Optional[int] = ..., wan_kv_bytes: _Optional[int] = ..., wan_kv_tokens: _Optional[int] = ..., main_hit_tokens: _Optional[int] = ..., main_prefill_tokens: _Optional[int] = ..., prefill_done_s: _Optional[float] = ..., relay_kv_s: _Optional[float] = ..., main_kv_s: _Optional[float] = ..., handoff_start_s: _Optional[float] = ..., handoff_done_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., second_token_s: _Optional[float] = ..., e2e_s: _Optional[float] = ..., max_itl_s: _Optional[float] = ..., fallbacks: _Optional[int] = ...) -> None: ...
+    wan_kv_wire_bytes: int
+    def __init__(self, pipeline: _Optional[str] = ..., pipeline_reason: _Optional[str] = ..., handoff: _Optional[str] = ..., relay_tokens: _Optional[int] = ..., main_tokens: _Optional[int] = ..., wan_kv_bytes: _Optional[int] = ..., wan_kv_tokens: _Optional[int] = ..., main_hit_tokens: _Optional[int] = ..., main_prefill_tokens: _Optional[int] = ..., prefill_done_s: _Optional[float] = ..., relay_kv_s: _Optional[float] = ..., main_kv_s: _Optional[float] = ..., handoff_start_s: _Optional[float] = ..., handoff_done_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., second_token_s: _Optional[float] = ..., e2e_s: _Optional[float] = ..., max_itl_s: _Optional[float] = ..., fallbacks: _Optional[int] = ..., wan_kv_wire_bytes: _Optional[int] = ...) -> None: ...
 
 class ListModelsRequest(_message.Message):
     __slots__ = ()

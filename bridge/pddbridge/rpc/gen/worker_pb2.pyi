@@ -22,7 +22,7 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("name", "engine", "device", "epoch", "fingerprint", "model_name", "ready", "page_size", "num_pages", "max_context_tokens", "kv_bytes_per_token", "vocab_size", "kv_dtype", "layout", "num_running", "max_rows", "kv_links", "nixl_port")
+    __slots__ = ("name", "engine", "device", "epoch", "fingerprint", "model_name", "ready", "page_size", "num_pages", "max_context_tokens", "kv_bytes_per_token", "vocab_size", "kv_dtype", "layout", "num_running", "max_rows", "kv_links", "nixl_port", "links")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,7 @@ class WorkerInfo(_message.Message):
     MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
     KV_LINKS_FIELD_NUMBER: _ClassVar[int]
     NIXL_PORT_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
     name: str
     engine: str
     device: str
@@ -59,14 +60,39 @@ class WorkerInfo(_message.Message):
     max_rows: int
     kv_links: _containers.RepeatedScalarFieldContainer[str]
     nixl_port: int
-    def __init__(self, name: _Optional[str] = ..., engine: _Optional[str] = ..., device: _Optional[str] = ..., epoch: _Optional[int] = ..., fingerprint: _Optional[str] = ..., model_name: _Optional[str] = ..., ready: _Optional[bool] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., vocab_size: _Optional[int] = ..., kv_dtype: _Optional[str] = ..., layout: _Optional[str] = ..., num_running: _Optional[int] = ..., max_rows: _Optional[int] = ..., kv_links: _Optional[_Iterable[str]] = ..., nixl_port: _Optional[int] = ...) -> None: ...
+    links: _containers.RepeatedCompositeFieldContainer[LinkState]
+    def __init__(self, name: _Optional[str] = ..., engine: _Optional[str] = ..., device: _Optional[str] = ..., epoch: _Optional[int] = ..., fingerprint: _Optional[str] = ..., model_name: _Optional[str] = ..., ready: _Optional[bool] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., vocab_size: _Optional[int] = ..., kv_dtype: _Optional[str] = ..., layout: _Optional[str] = ..., num_running: _Optional[int] = ..., max_rows: _Optional[int] = ..., kv_links: _Optional[_Iterable[str]] = ..., nixl_port: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkState, _Mapping]]] = ...) -> None: ...
+
+class LinkState(_message.Message):
+    __slots__ = ("receiver", "link", "goodput_bytes_s", "wire_bytes_s", "round_trip_s", "queued_bytes", "num_connections", "kv_bytes", "kv_wire_bytes", "codec")
+    RECEIVER_FIELD_NUMBER: _ClassVar[int]
+    LINK_FIELD_NUMBER: _ClassVar[int]
+    GOODPUT_BYTES_S_FIELD_NUMBER: _ClassVar[int]
+    WIRE_BYTES_S_FIELD_NUMBER: _ClassVar[int]
+    ROUND_TRIP_S_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_WIRE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    receiver: str
+    link: str
+    goodput_bytes_s: float
+    wire_bytes_s: float
+    round_trip_s: float
+    queued_bytes: int
+    num_connections: int
+    kv_bytes: int
+    kv_wire_bytes: int
+    codec: str
+    def __init__(self, receiver: _Optional[str] = ..., link: _Optional[str] = ..., goodput_bytes_s: _Optional[float] = ..., wire_bytes_s: _Optional[float] = ..., round_trip_s: _Optional[float] = ..., queued_bytes: _Optional[int] = ..., num_connections: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., kv_wire_bytes: _Optional[int] = ..., codec: _Optional[str] = ...) -> None: ...
 
 class LedgerRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class LedgerReply(_message.Message):
-    __slots__ = ("total_pages", "free_pages", "cached_pages", "pinned_pages", "num_requests", "num_incoming_transfers", "num_outgoing_transfers", "computed_prompt_tokens", "computed_log_tokens", "sampled_tokens", "kv_bytes_received", "kv_bytes_sent", "frames_refused", "late_frames_dropped", "compilations_after_ready", "steps", "preemptions", "engine_fallbacks", "kv_pushes", "kv_link_fallbacks")
+    __slots__ = ("total_pages", "free_pages", "cached_pages", "pinned_pages", "num_requests", "num_incoming_transfers", "num_outgoing_transfers", "computed_prompt_tokens", "computed_log_tokens", "sampled_tokens", "kv_bytes_received", "kv_bytes_sent", "frames_refused", "late_frames_dropped", "compilations_after_ready", "steps", "preemptions", "engine_fallbacks", "kv_pushes", "kv_link_fallbacks", "kv_wire_bytes_received", "kv_wire_bytes_sent", "kv_codecs", "kv_coding_ratio", "kv_codecs_declined")
     class EngineFallbacksEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +108,13 @@ class LedgerReply(_message.Message):
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     class KvLinkFallbacksEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class KvCodecsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -108,6 +141,11 @@ class LedgerReply(_message.Message):
     ENGINE_FALLBACKS_FIELD_NUMBER: _ClassVar[int]
     KV_PUSHES_FIELD_NUMBER: _ClassVar[int]
     KV_LINK_FALLBACKS_FIELD_NUMBER: _ClassVar[int]
+    KV_WIRE_BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    KV_WIRE_BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
+    KV_CODECS_FIELD_NUMBER: _ClassVar[int]
+    KV_CODING_RATIO_FIELD_NUMBER: _ClassVar[int]
+    KV_CODECS_DECLINED_FIELD_NUMBER: _ClassVar[int]
     total_pages: int
     free_pages: int
     cached_pages: int
@@ -128,7 +166,12 @@ class LedgerReply(_message.Message):
     engine_fallbacks: _containers.ScalarMap[str, int]
     kv_pushes: _containers.ScalarMap[str, int]
     kv_link_fallbacks: _containers.ScalarMap[str, int]
-    def __init__(self, total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., pinned_pages: _Optional[int] = ..., num_requests: _Optional[int] = ..., num_incoming_transfers: _Optional[int] = ..., num_outgoing_transfers: _Optional[int] = ..., computed_prompt_tokens: _Optional[int] = ..., computed_log_tokens: _Optional[int] = ..., sampled_tokens: _Optional[int] = ..., kv_bytes_received: _Optional[int] = ..., kv_bytes_sent: _Optional[int] = ..., frames_refused: _Optional[int] = ..., late_frames_dropped: _Optional[int] = ..., compilations_after_ready: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., engine_fallbacks: _Optional[_Mapping[str, int]] = ..., kv_pushes: _Optional[_Mapping[str, int]] = ..., kv_link_fallbacks: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    kv_wire_bytes_received: int
+    kv_wire_bytes_sent: int
+    kv_codecs: _containers.ScalarMap[str, int]
+    kv_coding_ratio: float
+    kv_codecs_declined: int
+    def __init__(self, total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., pinned_pages: _Optional[int] = ..., num_requests: _Optional[int] = ..., num_incoming_transfers: _Optional[int] = ..., num_outgoing_transfers: _Optional[int] = ..., computed_prompt_tokens: _Optional[int] = ..., computed_log_tokens: _Optional[int] = ..., sampled_tokens: _Optional[int] = ..., kv_bytes_received: _Optional[int] = ..., kv_bytes_sent: _Optional[int] = ..., frames_refused: _Optional[int] = ..., late_frames_dropped: _Optional[int] = ..., compilations_after_ready: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., engine_fallbacks: _Optional[_Mapping[str, int]] = ..., kv_pushes: _Optional[_Mapping[str, int]] = ..., kv_link_fallbacks: _Optional[_Mapping[str, int]] = ..., kv_wire_bytes_received: _Optional[int] = ..., kv_wire_bytes_sent: _Optional[int] = ..., kv_codecs: _Optional[_Mapping[str, int]] = ..., kv_coding_ratio: _Optional[float] = ..., kv_codecs_declined: _Optional[int] = ...) -> None: ...
 
 class WorkerCommand(_message.Message):
     __slots__ = ("open", "ingest", "seal")
@@ -235,22 +278,28 @@ class Prefilled(_message.Message):
     def __init__(self, computed_tokens: _Optional[int] = ...) -> None: ...
 
 class KvComplete(_message.Message):
-    __slots__ = ("received_tokens", "received_bytes")
+    __slots__ = ("received_tokens", "received_bytes", "received_wire_bytes")
     RECEIVED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_WIRE_BYTES_FIELD_NUMBER: _ClassVar[int]
     received_tokens: int
     received_bytes: int
-    def __init__(self, received_tokens: _Optional[int] = ..., received_bytes: _Optional[int] = ...) -> None: ...
+    received_wire_bytes: int
+    def __init__(self, received_tokens: _Optional[int] = ..., received_bytes: _Optional[int] = ..., received_wire_bytes: _Optional[int] = ...) -> None: ...
 
 class Pushed(_message.Message):
-    __slots__ = ("target", "tokens", "bytes")
+    __slots__ = ("target", "tokens", "bytes", "wire_bytes", "codec")
     TARGET_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
+    WIRE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
     target: str
     tokens: int
     bytes: int
-    def __init__(self, target: _Optional[str] = ..., tokens: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+    wire_bytes: int
+    codec: str
+    def __init__(self, target: _Optional[str] = ..., tokens: _Optional[int] = ..., bytes: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., codec: _Optional[str] = ...) -> None: ...
 
 class Tokens(_message.Message):
     __slots__ = ("position", "records")
