@@ -19,14 +19,16 @@ from pddbridge.sampling import greedy_suffices, sample
 from pddbridge.sampling_params import TokenRecord
 from pddjax.batch import DecodeBatch, RaggedBatch, empty_decode, empty_ragged, pack
 from pddjax.buckets import Buckets, pick
-from pddjax.kv import KVPool
+from pddjax.kv import KVPool, Placement
 from pddjax.programs import ModelFunctions, Programs
+from pddjax.sharded import ShardedFunctions, split_over
 from pddjax.threads import pool_size
 from pddjax.weights import load_model
 
 
 def create(model_dir: str, config: EngineConfig) -> JaxEngine:
-    """Load the model of ``model_dir`` on ``config.device``: "cpu", or any platform that this JAX knows.
+    """Load the model of ``model_dir`` on ``config.device``: "cpu", or any platform that this JAX knows; over its first ``num_devices``
+    devices, as :mod:`pddjax.sharding` splits it.
 
     ``config.num_threads`` takes effect through :func:`pddjax.threads.environment`, applied before jax was imported; a process where it was
     not shows ``num_threads_not_applied`` among the fallbacks. Raises ValueError for a config or checkpoint that cannot be served.
@@ -34,24 +36,36 @@ def create(model_dir: str, config: EngineConfig) -> JaxEngine:
     checkpoint = open_checkpoint(model_dir)
     check_config(config, checkpoint.spec)
     _configure_jax(config)
-    device = _device(config.device)
-    model = load_model(checkpoint, jnp.dtype(config.compute_dtype), config.max_context_tokens, device)
-    functions = ModelFunctions(model, checkpoint.spec, jnp.dtype(_kv_spec(checkpoint.spec, config).np_dtype))
-    return JaxEngine(checkpoint.spec, config, checkpoint.weights_digest(), functions, device)
+    devices = _devices(config)
+    dtype, kv_dtype = jnp.dtype(config.compute_dtype), jnp.dtype(_kv_spec(checkpoint.spec, config).np_dtype)
+    if config.num_devices == 1:
+        model = load_model(checkpoint, dtype, config.max_context_tokens, devices[0])
+        functions: ModelFunctions | ShardedFunctions = ModelFunctions(model, checkpoint.spec, kv_dtype)
+        placement = Placement(devices[0])
+    else:
+        functions, placement = split_over(devices, checkpoint, dtype, kv_dtype, config.max_context_tokens)
+    return JaxEngine(checkpoint.spec, config, checkpoint.weights_digest(), functions, placement)
 
 
 class JaxEngine:
     """Implements :class:`pddbridge.engine.Engine`; made by :func:`create`."""
 
-    def __init__(self, spec: ModelSpec, config: EngineConfig, weights_digest: str, functions: ModelFunctions, device: jax.Device) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        config: EngineConfig,
+        weights_digest: str,
+        functions: ModelFunctions | ShardedFunctions,
+        placement: Placement,
+    ) -> None:
         self._spec, self._config, self._weights_digest = spec, config, weights_digest
         self._functions = functions
         self._buckets = Buckets.up_to(config.max_rows, config.max_step_tokens)
         self._programs = Programs()
         self._kv_spec = _kv_spec(spec, config)
-        self._pool = KVPool(config, self._kv_spec, device, self._programs)
+        self._pool = KVPool(config, self._kv_spec, placement, self._programs)
         self._num_steps = 0
-        threads = pool_size() if device.platform == "cpu" else None
+        threads = pool_size() if config.device == "cpu" else None
         self._fallbacks = {"num_threads_not_applied": int(threads is not None and threads != config.num_threads)}
 
     @property
@@ -182,8 +196,12 @@ def _configure_jax(config: EngineConfig) -> None:
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def _device(platform: str) -> jax.Device:
+def _devices(config: EngineConfig) -> list[jax.Device]:
+    """The first ``num_devices`` of ``device``."""
     try:
-        return jax.devices(platform)[0]
+        found: list[jax.Device] = jax.devices(config.device)
     except RuntimeError as error:
-        raise ValueError(f"device: given {platform!r}: {' '.join(str(error).split())}") from error
+        raise ValueError(f"device: given {config.device!r}: {' '.join(str(error).split())}") from error
+    if len(found) < config.num_devices:
+        raise ValueError(f"num_devices: given {config.num_devices}, {config.device} has {len(found)}")
+    return found[: config.num_devices]

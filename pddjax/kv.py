@@ -5,7 +5,8 @@ Reading, writing and copying are programs for one layer, called once per layer: 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Final
 
 import jax
@@ -22,18 +23,32 @@ from pddkernels.kv_pages.portable_xla import copy_page, storage_dtype
 PLANES: Final = ("k", "v")  # in the order in which a head's planes lie side by side
 
 
-class KVPool:
-    """``pages``: per layer [num_pages, page_size, 2 * kv_heads, dim] in storage form. Whoever runs a program that takes them over puts back
-    what the program returns.
+@dataclass(frozen=True)
+class Placement:
+    """Where the pages are. ``device``: one, or how they are split over several · ``copies``: each KV head is stored so often, side by side,
+    where there are more devices than KV heads · ``read``, ``write``, ``copy_page``: the functions of one layer's pages that are compiled.
     """
 
-    def __init__(self, config: EngineConfig, kv_spec: KVSpec, device: jax.Device, programs: Programs) -> None:
+    device: jax.Device | jax.sharding.Sharding
+    copies: int = 1
+    read: Callable[..., object] = read_slots
+    write: Callable[..., object] = write_slots
+    copy_page: Callable[..., object] = copy_page
+
+
+class KVPool:
+    """``pages``: per layer [num_pages, page_size, 2 * kv_heads * copies, dim] in storage form. Whoever runs a program that takes them over
+    puts back what the program returns.
+    """
+
+    def __init__(self, config: EngineConfig, kv_spec: KVSpec, placement: Placement, programs: Programs) -> None:
         plane = kv_spec.groups[0].planes[0]
-        self._config, self._kv_spec, self._programs = config, kv_spec, programs
+        self._config, self._kv_spec, self._programs, self._placement = config, kv_spec, programs, placement
         self._heads, self._dim = plane.num_heads, plane.head_dim
         self._storage = np.dtype(storage_dtype(jnp.dtype(kv_spec.np_dtype)))
-        shape = (config.num_pages, config.page_size, 2 * plane.num_heads, plane.head_dim)
-        self.pages = [jnp.zeros(shape, self._storage, device=device) for _ in range(kv_spec.num_layers)]
+        self._stored_heads = plane.num_heads * placement.copies
+        shape = (config.num_pages, config.page_size, len(PLANES) * self._stored_heads, plane.head_dim)
+        self.pages = [jnp.zeros(shape, self._storage, device=placement.device) for _ in range(kv_spec.num_layers)]
 
     def read(self, page_table: np.ndarray, tokens: TokenRange) -> tuple[KVBlock, ...]:
         """K and V of ``tokens``: all layers, all heads, wire order, bit for bit as stored."""
@@ -44,7 +59,7 @@ class KVPool:
             by_layer = [read(pages, slots) for pages in self.pages]
             for layer, stored in enumerate(by_layer):
                 for plane, values in zip(planes, stored, strict=True):
-                    plane[layer, start : start + count] = np.asarray(values)[:count]
+                    plane[layer, start : start + count] = np.asarray(values)[:count, :: self._placement.copies]
         layers, heads = LayerRange(0, self._kv_spec.num_layers), HeadRange(0, self._heads)
         return tuple(
             KVBlock(name, layers, tokens, heads, values.view(self._kv_spec.np_dtype)) for name, values in zip(PLANES, planes, strict=True)
@@ -55,38 +70,39 @@ class KVPool:
         heads = slice(block.heads.start, block.heads.stop)
         by_plane = np.zeros((self._heads, len(PLANES)), np.bool_)
         by_plane[heads, PLANES.index(block.plane)] = True
-        wanted = by_plane.ravel()
+        wanted = np.repeat(by_plane, self._placement.copies, axis=0).ravel()
         stored = block.values.view(self._storage)
         for start, count, slots in self._pieces(page_table, block.tokens):
             for layer in range(block.layers.start, block.layers.stop):
                 piece = np.zeros((len(slots), self._heads, self._dim), self._storage)
                 piece[:count, heads] = stored[layer - block.layers.start, start : start + count]
+                piece = np.repeat(piece, self._placement.copies, axis=1) if self._placement.copies > 1 else piece
                 self.pages[layer] = self._write_program()(self.pages[layer], piece, wanted, slots)
 
     def copy_page(self, source: int, destination: int) -> None:
         """All slots of page ``source`` over page ``destination``, every layer."""
         numbers = (np.int32(source), np.int32(destination))
-        program = self._programs.get("copy_page", 0, copy_page, 0, (self.pages[0], *numbers))
+        program = self._programs.get("copy_page", 0, self._placement.copy_page, 0, (self.pages[0], *numbers))
         self.pages = [program(pages, *numbers) for pages in self.pages]
 
     def warm_up(self) -> None:
         """Compile and run reading, writing and copying; changes no page."""
         slots = padding_slots(self._config, KV_TOKENS)
         jax.block_until_ready(self._read_program()(self.pages[0], slots))
-        piece = np.zeros((KV_TOKENS, self._heads, self._dim), self._storage)
-        nothing = np.zeros(len(PLANES) * self._heads, np.bool_)
+        piece = np.zeros((KV_TOKENS, self._stored_heads, self._dim), self._storage)
+        nothing = np.zeros(len(PLANES) * self._stored_heads, np.bool_)
         self.pages[0] = self._write_program()(self.pages[0], piece, nothing, slots)
         self.copy_page(0, 0)
 
     def _read_program(self) -> jax.stages.Compiled:
         slots = jax.ShapeDtypeStruct((KV_TOKENS,), np.int32)
-        return self._programs.get("read_kv", KV_TOKENS, read_slots, None, (self.pages[0], slots))
+        return self._programs.get("read_kv", KV_TOKENS, self._placement.read, None, (self.pages[0], slots))
 
     def _write_program(self) -> jax.stages.Compiled:
-        stored = jax.ShapeDtypeStruct((KV_TOKENS, self._heads, self._dim), self._storage)
-        wanted = jax.ShapeDtypeStruct((len(PLANES) * self._heads,), np.bool_)
+        stored = jax.ShapeDtypeStruct((KV_TOKENS, self._stored_heads, self._dim), self._storage)
+        wanted = jax.ShapeDtypeStruct((len(PLANES) * self._stored_heads,), np.bool_)
         slots = jax.ShapeDtypeStruct((KV_TOKENS,), np.int32)
-        return self._programs.get("write_kv", KV_TOKENS, write_slots, 0, (self.pages[0], stored, wanted, slots))
+        return self._programs.get("write_kv", KV_TOKENS, self._placement.write, 0, (self.pages[0], stored, wanted, slots))
 
     def _pieces(self, page_table: np.ndarray, tokens: TokenRange) -> Iterator[tuple[int, int, np.ndarray]]:
         """``tokens`` cut into pieces: (offset in the range, tokens, slots [KV_TOKENS] padded past the pool)."""

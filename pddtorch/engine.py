@@ -45,6 +45,8 @@ class TorchEngine:
     def __init__(self, model_dir: str, config: EngineConfig) -> None:
         checkpoint = open_checkpoint(model_dir)
         check_config(config, checkpoint.spec)
+        if config.num_devices != 1:
+            raise ValueError(f"num_devices: given {config.num_devices}, this engine uses 1")
         self._device = _device(config.device)
         self._config = config
         self._spec = checkpoint.spec

@@ -24,7 +24,8 @@ class EngineConfig:
 
     ``compute_dtype``: "float32" (exact tests, and fastest for JAX on a CPU) or "bfloat16". ``max_step_tokens`` bounds T,
     ``max_rows`` bounds R of any step; compiled shapes come from buckets up to them. ``compile_cache_dir``: where compiled
-    programs survive a restart, None for nowhere.
+    programs survive a restart, None for nowhere. ``num_devices``: over how many of ``device`` the model and its KV are split, by heads;
+    what is read and written through the contract is the same for any number.
     """
 
     device: str
@@ -37,6 +38,7 @@ class EngineConfig:
     max_rows: int
     num_threads: int
     compile_cache_dir: str | None
+    num_devices: int = 1
 
 
 @dataclass(frozen=True)

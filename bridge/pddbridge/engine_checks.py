@@ -22,7 +22,7 @@ def check_config(config: EngineConfig, spec: ModelSpec) -> None:
         raise ValueError(f"compute_dtype: given {config.compute_dtype!r}, allowed {list(COMPUTE_DTYPES)}")
     if config.kv_dtype not in ENGINE_KV_DTYPES:
         raise ValueError(f"kv_dtype: given {config.kv_dtype!r}, allowed {sorted(ENGINE_KV_DTYPES)}")
-    for name in ("page_size", "num_pages", "max_context_tokens", "max_step_tokens", "max_rows", "num_threads"):
+    for name in ("page_size", "num_pages", "max_context_tokens", "max_step_tokens", "max_rows", "num_threads", "num_devices"):
         if (given := getattr(config, name)) < 1:
             raise ValueError(f"{name}: given {given}, allowed 1 or more")
     if config.max_context_tokens > spec.max_context_tokens:
