@@ -35,6 +35,7 @@ from pddkernels.ragged_paged_attention.options import AttentionOptions
 LANES: Final = 128
 SUBLANES: Final = 8
 _SMALL: Final = SUBLANES  # tokens of a small item: one float32 sublane tile
+_MAX_UNROLLED_COPIES: Final = 32
 _MASKED: Final = -1e30  # finite: a row of nothing but masked scores must not become NaN
 
 
@@ -100,6 +101,7 @@ def ragged_paged_attention(
         num_blocks=num_blocks,
         max_items=num_blocks + context_lens.shape[0],
         num_cores=blocks.num_cores,
+        unroll=not interpret,
         dtype=jnp.promote_types(queries.dtype, pages.dtype),
     )
     block = pl.BlockSpec((num_heads, query_tokens, lanes), lambda core, i, *_: (0, i * blocks.num_cores + core, 0))
@@ -139,7 +141,9 @@ def ragged_paged_attention(
 
 @dataclass(frozen=True)
 class _Shape:
-    """What the kernel is compiled for. ``dtype``: of the matrix products' operands."""
+    """What the kernel is compiled for. ``dtype``: of the matrix products' operands · ``unroll``: all heads, and all page copies of a
+    buffer, in one straight line, so that their instructions overlap. A loop compiles faster where that gains nothing.
+    """
 
     num_heads: int
     kv_heads: int
@@ -153,6 +157,7 @@ class _Shape:
     num_blocks: int
     max_items: int
     num_cores: int
+    unroll: bool
     dtype: jnp.dtype
 
     @property
@@ -281,6 +286,10 @@ def _kernel(
             else:
                 copy.start()
 
+        if not shape.unroll or ppc > _MAX_UNROLLED_COPIES:
+            jax.lax.fori_loop(0, count, one, None)
+            return
+
         @pl.when(count == ppc)
         def _whole() -> None:
             for k in range(ppc):
@@ -318,16 +327,19 @@ def _kernel(
 
         def reset(tokens: int) -> None:
             rows = shape.group * tokens
-            for head in range(shape.kv_heads):
+
+            def reset_head(head: jax.Array | int) -> None:
                 if sinks is None:
                     highest[head, :rows] = jnp.full((rows, LANES), _MASKED, jnp.float32)
                     total[head, :rows] = jnp.zeros((rows, LANES), jnp.float32)
                 else:  # as if one key with this score had been seen, with a value of zero
-                    sink = sinks[head * shape.group : (head + 1) * shape.group]
+                    sink = sinks[pl.ds(head * shape.group, shape.group)]
                     highest[head, :rows] = jnp.broadcast_to(sink, (shape.group, tokens, LANES)).reshape(rows, LANES)
                     lane = jax.lax.broadcasted_iota(jnp.int32, (rows, LANES), 1)
                     total[head, :rows] = jnp.where(lane == 0, 1.0, 0.0)
                 mixed[head, :rows] = jnp.zeros((rows, shape.lanes), jnp.float32)
+
+            _each_head(shape, reset_head)
 
         def one_copy(j: jax.Array, _: None) -> None:
             buffer = turn[0]
@@ -367,18 +379,25 @@ def _kernel(
             if shape.buffer_tokens != ppc * ps:  # what lies past the pages would pass for the next copy's keys
                 key = jax.lax.broadcasted_iota(jnp.int32, (tokens, shape.compute_tokens), 1)
                 visible &= key < ppc * ps - first_local
-            for head in range(shape.kv_heads):
-                _update_head(shape, options, tokens, head, begin, visible, buffer, first_local, scaled, kv, highest, total, mixed)
+            _each_head(
+                shape,
+                lambda head: _update_head(
+                    shape, options, tokens, head, begin, visible, buffer, first_local, scaled, kv, highest, total, mixed
+                ),
+            )
 
         def finish(tokens: int) -> None:
             token = begin + jax.lax.broadcasted_iota(jnp.int32, (shape.group, tokens, shape.lanes), 1)
             own = (token >= item.start) & (token < item.stop)
-            for head in range(shape.kv_heads):
-                rows = shape.group * tokens
-                heads = slice(head * shape.group, (head + 1) * shape.group)
+            rows = shape.group * tokens
+
+            def finish_head(head: jax.Array | int) -> None:
+                heads = pl.ds(head * shape.group, shape.group)
                 weights = total[head, :rows].sum(axis=1, keepdims=True)
                 fresh = (mixed[head, :rows] / weights).reshape(shape.group, tokens, shape.lanes)
                 result[heads, pl.ds(begin, tokens)] = jnp.where(own, fresh, result[heads, pl.ds(begin, tokens)])
+
+            _each_head(shape, finish_head)
 
         sized(reset)
         jax.lax.fori_loop(0, num_copies, one_copy, None)
@@ -388,11 +407,19 @@ def _kernel(
     out[...] = result[...].astype(out.dtype)
 
 
+def _each_head(shape: _Shape, act: Callable[[jax.Array | int], None]) -> None:
+    if shape.unroll:
+        for head in range(shape.kv_heads):
+            act(head)
+    else:
+        jax.lax.fori_loop(0, shape.kv_heads, lambda head, _: act(head), None)
+
+
 def _update_head(
     shape: _Shape,
     options: AttentionOptions,
     tokens: int,
-    head: int,
+    head: jax.Array | int,
     begin: jax.Array,
     visible: jax.Array,
     buffer: jax.Array,
@@ -405,7 +432,7 @@ def _update_head(
 ) -> None:
     """One KV head's softmax update by ``compute_tokens`` keys from token ``first`` of a buffer."""
     rows, keys = shape.group * tokens, shape.compute_tokens
-    q = scaled[head * shape.group : (head + 1) * shape.group, pl.ds(begin, tokens)].reshape(rows, shape.lanes).astype(shape.dtype)
+    q = scaled[pl.ds(head * shape.group, shape.group), pl.ds(begin, tokens)].reshape(rows, shape.lanes).astype(shape.dtype)
     k, v = (x.astype(shape.dtype) for x in _load_head(kv, buffer, first, head, shape))
     precision = jax.lax.Precision.HIGHEST if shape.dtype == jnp.float32 else None
     scores = jax.lax.dot_general(q, k, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
@@ -432,7 +459,7 @@ def _repeat_lanes(x: jax.Array, lanes: int) -> jax.Array:
     return x if lanes == LANES else jnp.concatenate([x] * (lanes // LANES), axis=1)
 
 
-def _load_head(kv: jax.Array, buffer: jax.Array, first: jax.Array, head: int, shape: _Shape) -> tuple[jax.Array, jax.Array]:
+def _load_head(kv: jax.Array, buffer: jax.Array, first: jax.Array, head: jax.Array | int, shape: _Shape) -> tuple[jax.Array, jax.Array]:
     """K and V of one head [compute_tokens, lanes], from token ``first`` of a buffer: every ``stored_heads``-th row of it.
 
     In bfloat16, K and V of a head share 32-bit words: K is the lower half. A bfloat16 in the upper half is the same value in float32.
