@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-from transformers.utils import logging as transformers_logging
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,6 @@ def load(model_dir: Path, attention: str) -> PreTrainedModel:
     GGUF goes past ``from_pretrained``, which wants the accelerate package for it.
     Raises ValueError when transformers does not find every tensor in the GGUF file.
     """
-    transformers_logging.disable_progress_bar()
     ggufs = list(model_dir.glob("*.gguf"))
     if not ggufs:
         return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation=attention).eval()
@@ -58,7 +56,8 @@ def run(model_dir: Path, ids: Sequence[int]) -> OraclePass:
     """One whole-sequence pass over ``ids``: logits of every position and the KV it leaves behind."""
     with torch.inference_mode():
         out = model(model_dir)(torch.tensor([list(ids)]), use_cache=True)
-    layers = out.past_key_values.layers
+    # Renamed within transformers 5.
+    layers = (out.cache if hasattr(out, "cache") else out.past_key_values).layers
     planes = ([layer.keys for layer in layers], [layer.values for layer in layers])
     keys, values = (tuple(np.asarray(plane[0].transpose(0, 1).numpy()) for plane in by_layer) for by_layer in planes)
     return OraclePass(np.asarray(out.logits[0].numpy()), keys, values)

@@ -10,7 +10,7 @@ import numpy as np
 
 from pdd.conform.compare import Worst, worst_relative
 from pdd.conform.oracle import Oracle, OraclePass
-from pdd.conform.plan import Tolerance
+from pdd.conform.plan import MIXED_STEP, Tolerance
 from pdd.conform.report import Check, within
 from pdd.conform.steps import Row, ScatteredPages, prefill, step_of
 from pddbridge.engine import Engine, KVBlock
@@ -60,7 +60,7 @@ class _MixedRow:
 def _mixed(engine: Engine, oracle: Oracle, ids: np.ndarray, pages: ScatteredPages) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
     """A chunk, an extend and a decode row in one step, then all of them as decode rows. Each is a part of ``ids`` of its own length."""
     rows = []
-    for start, share, num_new in ((0, 1.0, 40), (3, 0.6, 5), (7, 0.4, 1)):
+    for start, share, num_new in zip((0, 3, 7), (1.0, 0.6, 0.4), MIXED_STEP, strict=True):
         own = ids[start : start + max(3, int(len(ids) * share))]
         row = _MixedRow(own, min(num_new, len(own) - 1), pages.take(len(own)), oracle.run(own.tolist()).logits)
         prefill(engine, own[: row.at(0)[0]], row.pages)

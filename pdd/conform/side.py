@@ -62,13 +62,15 @@ def prepare_environment(sides: Sequence[Side], threads: int) -> None:
     jax starts only the platforms that are named, and takes memory as it needs it, not most of the device at once: both sides may be on one
     GPU. What the user set stands.
     """
-    for engine in dict.fromkeys(side.engine for side in sides):
-        for name, value in importlib.import_module(f"pdd{engine}.threads").environment(threads).items():
-            os.environ.setdefault(name, value)
-    platforms = dict.fromkeys(_JAX_PLATFORMS.get(side.platform, side.platform) for side in sides if side.engine == "jax")
+    wanted = {"TQDM_DISABLE": "1"}  # the oracle's loading bar would tear our lines apart
+    platforms = [_JAX_PLATFORMS.get(side.platform, side.platform) for side in sides if side.engine == "jax"]
     if platforms:
-        os.environ.setdefault("JAX_PLATFORMS", ",".join(dict.fromkeys([*platforms, "cpu"])))
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        wanted |= {"JAX_PLATFORMS": ",".join(dict.fromkeys([*platforms, "cpu"])), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    for side in sides:
+        # What one side alone would ask of JAX_PLATFORMS might shut the other's out.
+        wanted = importlib.import_module(f"pdd{side.engine}.threads").environment(threads, side.platform) | wanted
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
 
 
 def open_engine(side: Side, dtype: Dtype, sizes: Sizes, threads: int, compile_cache_dir: Path | None) -> Engine:
