@@ -72,7 +72,7 @@ def test_torch(name: str) -> None:
     check_mla(torch_mla, MLA_BATCHES[name])
 
 
-@pytest.mark.parametrize("name", MLA_BATCHES)
+@pytest.mark.parametrize("name", ["page size is heads", *(pytest.param(n, marks=pytest.mark.slow) for n in ("deepseek-v3", "long"))])
 def test_xla(name: str) -> None:
     check_mla(xla_mla, MLA_BATCHES[name])
 
@@ -88,7 +88,8 @@ def test_torch_on_drawn_batches(spec: MLASpec) -> None:
     check_mla(torch_mla, spec)
 
 
-@settings(max_examples=2, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=50, deadline=None)
 @given(mla_specs)
 def test_xla_on_drawn_batches(spec: MLASpec) -> None:
     check_mla(xla_mla, spec)

@@ -102,7 +102,7 @@ def test_tokens_do_not_depend_on_the_number_of_rows(name: str, model_dir: Path, 
         assert request.log == want
 
 
-@pytest.mark.parametrize("num_rows", [2, 7])
+@pytest.mark.parametrize("num_rows", [pytest.param(2, marks=pytest.mark.slow), 7])
 def test_bfloat16_tokens_differ_only_at_near_ties(name: str, model_dir: Path, num_rows: int) -> None:
     """Against one row alone, up to the first difference, where the oracle must all but hesitate."""
     engine = engine_of(name, model_dir, "bfloat16")
