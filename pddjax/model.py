@@ -1,4 +1,7 @@
-"""The Llama network in flax nnx, over paged KV. Owns the computation; knows neither files nor steps.
+"""The Llama network and its descendants in flax nnx, over paged KV. Owns the computation; knows neither files nor steps.
+
+What differs between families is read from :class:`pddbridge.model_spec.ModelSpec`, whose facts say what each switch here does. A layer's
+window and rotation are arguments, so that all layers of a model are one function of their weights.
 
 Activations are features first, [features, tokens], all the way: on XLA:CPU every product is then ``weight [out, in] @ x``, the fastest
 orientation for any number of tokens (4 columns: 22 GB/s of weights read against 6-9 the other way round), from one copy of the weights.
@@ -10,16 +13,22 @@ Layers are unrolled: a ``lax.scan`` over stacked weights copies each layer's wei
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pddbridge.model_spec import ModelSpec
+from pddbridge.model_spec import Activation, ModelSpec
 from pddkernels.kv_pages.portable_xla import append
+from pddkernels.ragged_paged_attention.options import AttentionOptions
 
-# (queries [T, heads, dim], one layer's pages) -> [T, heads, dim]: what is left of attention once the rows of a step are known.
-Attend = Callable[[jax.Array, jax.Array], jax.Array]
+# (queries [T, heads, dim], one layer's pages, its options) -> [T, heads, dim]: what is left of attention once a step's rows are known.
+Attend = Callable[[jax.Array, jax.Array, AttentionOptions], jax.Array]
+_ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+}
 
 
 class Projection(nnx.Module):
@@ -38,16 +47,16 @@ class Projection(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Over the features of [features, T], in float32 (arXiv:1910.07467, as transformers' LlamaRMSNorm)."""
+    """Over the features of [..., features, T] (arXiv:1910.07467). Weights and arithmetic are float32, the result has x's dtype."""
 
-    def __init__(self, features: int, eps: float, dtype: jnp.dtype) -> None:
-        self.weight = nnx.Param(jnp.ones((features,), dtype))
+    def __init__(self, features: int, eps: float) -> None:
+        self.weight = nnx.Param(jnp.ones((features,), jnp.float32))
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
-        scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=0, keepdims=True) + self.eps)
-        return self.weight[...][:, None] * (wide * scale).astype(x.dtype)
+        scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-2, keepdims=True) + self.eps)
+        return (self.weight[...][:, None] * (wide * scale)).astype(x.dtype)
 
 
 class Attention(nnx.Module):
@@ -56,15 +65,26 @@ class Attention(nnx.Module):
     def __init__(self, spec: ModelSpec, dtype: jnp.dtype) -> None:
         self.num_heads, self.num_kv_heads, self.head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         heads = spec.num_heads + 2 * spec.num_kv_heads
-        self.qkv = Projection(spec.hidden_size, heads * spec.head_dim, spec.attention_bias, dtype)
-        self.out = Projection(spec.num_heads * spec.head_dim, spec.hidden_size, spec.attention_bias, dtype)
+        self.qkv = Projection(spec.hidden_size, heads * spec.head_dim, spec.qkv_bias, dtype)
+        self.out = Projection(spec.num_heads * spec.head_dim, spec.hidden_size, spec.attention_out_bias, dtype)
+        self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
+        self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
 
     def __call__(
-        self, x: jax.Array, rope: tuple[jax.Array, jax.Array], pages: jax.Array, slots: jax.Array, attend: Attend, kv_dtype: jnp.dtype
+        self,
+        x: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        pages: jax.Array,
+        slots: jax.Array,
+        attend: Callable[[jax.Array, jax.Array], jax.Array],
+        kv_dtype: jnp.dtype,
     ) -> tuple[jax.Array, jax.Array]:
         num_tokens = x.shape[1]
         qkv = self.qkv(x).reshape(-1, self.head_dim, num_tokens)
-        rotated = rotate(qkv[: self.num_heads + self.num_kv_heads], rope)
+        turned = qkv[: self.num_heads + self.num_kv_heads]
+        if self.q_norm is not None and self.k_norm is not None:
+            turned = jnp.concatenate((self.q_norm(turned[: self.num_heads]), self.k_norm(turned[self.num_heads :])), axis=0)
+        rotated = rotate(turned, rope)
         by_token = jnp.concatenate((rotated, qkv[self.num_heads + self.num_kv_heads :]), axis=0).transpose(2, 0, 1)
         queries, keys, values = jnp.split(by_token, (self.num_heads, self.num_heads + self.num_kv_heads), axis=1)
         pages = append(pages, keys, values, slots, kv_dtype)
@@ -73,44 +93,62 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """SwiGLU (arXiv:2002.05202) with gate and up in one product."""
+    """A gated linear unit (arXiv:2002.05202) with gate and up in one product."""
 
     def __init__(self, spec: ModelSpec, dtype: jnp.dtype) -> None:
         self.gate_up = Projection(spec.hidden_size, 2 * spec.intermediate_size, spec.mlp_bias, dtype)
         self.down = Projection(spec.intermediate_size, spec.hidden_size, spec.mlp_bias, dtype)
+        self.activation = spec.activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
         gate, up = jnp.split(self.gate_up(x), 2, axis=0)
-        return self.down(jax.nn.silu(gate) * up)
+        return self.down(_ACTIVATIONS[self.activation](gate) * up)
 
 
 class Layer(nnx.Module):
-    """One pre-norm decoder layer."""
+    """One pre-norm decoder layer; with post norms, what is added to the residual stream is normed too."""
 
     def __init__(self, spec: ModelSpec, dtype: jnp.dtype) -> None:
-        self.attention_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype)
+        self.attention_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.attention = Attention(spec, dtype)
-        self.mlp_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype)
+        self.attention_post_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps) if spec.post_norms else None
+        self.mlp_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.mlp = MLP(spec, dtype)
+        self.mlp_post_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps) if spec.post_norms else None
 
     def __call__(
-        self, x: jax.Array, rope: tuple[jax.Array, jax.Array], pages: jax.Array, slots: jax.Array, attend: Attend, kv_dtype: jnp.dtype
+        self,
+        x: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        pages: jax.Array,
+        slots: jax.Array,
+        attend: Callable[[jax.Array, jax.Array], jax.Array],
+        kv_dtype: jnp.dtype,
     ) -> tuple[jax.Array, jax.Array]:
         mixed, pages = self.attention(self.attention_norm(x), rope, pages, slots, attend, kv_dtype)
-        x = x + mixed
-        return x + self.mlp(self.mlp_norm(x)), pages
+        x = x + (mixed if self.attention_post_norm is None else self.attention_post_norm(mixed))
+        fed = self.mlp(self.mlp_norm(x))
+        return x + (fed if self.mlp_post_norm is None else self.mlp_post_norm(fed)), pages
 
 
 class Llama(nnx.Module):
-    """Token ids to final hidden states (``__call__``) and hidden states to logits (``head``)."""
+    """Token ids to final hidden states (``__call__``) and hidden states to logits (``head``).
+
+    Parameters by path, which sharding rules go by: ``embedding``, ``lm_head`` (untied), ``norm.weight``, ``layers.i.attention.qkv|out`` and
+    ``layers.i.mlp.gate_up|down`` (``.weight`` [out, in], ``.bias``), and norms, all replicated: ``layers.i.attention_norm|mlp_norm``,
+    ``attention_post_norm|mlp_post_norm``, ``attention.q_norm|k_norm``.
+    """
 
     def __init__(self, spec: ModelSpec, dtype: jnp.dtype, max_context_tokens: int) -> None:
         self.embedding = nnx.Param(jnp.zeros((spec.vocab_size, spec.hidden_size), dtype))
         self.layers = nnx.List([Layer(spec, dtype) for _ in range(spec.num_layers)])
-        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype)
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.lm_head = None if spec.tie_embeddings else nnx.Param(jnp.zeros((spec.vocab_size, spec.hidden_size), dtype))
         # Angles of every position the engine may see, so that cos and sin are numpy's on every device.
-        self.rope = RopeTable(jnp.zeros((2, max_context_tokens, spec.head_dim // 2), jnp.float32))
+        self.rope = RopeTable(jnp.zeros((len(spec.ropes), 2, max_context_tokens, spec.head_dim // 2), jnp.float32))
+        self.layer_ropes = spec.layer_ropes
+        self.layer_options = layer_options(spec)
+        self.embedding_scale, self.logit_soft_cap = spec.embedding_scale, spec.logit_soft_cap
 
     def __call__(
         self,
@@ -125,17 +163,23 @@ class Llama(nnx.Module):
 
         Returns hidden states [hidden, T] before the last norm, and the pages.
         """
-        cos, sin = self.rope[...][:, positions].transpose(0, 2, 1)
+        cos_sin = self.rope[...][:, :, positions].transpose(0, 1, 3, 2)
+        ropes = [(table[0], table[1]) for table in cos_sin]
         x = self.lookup(token_ids).T
+        if self.embedding_scale != 1:
+            x = (x.astype(jnp.float32) * self.embedding_scale).astype(x.dtype)
         structure = nnx.graphdef(self.layers[0])
 
-        @jax.jit  # all layers are one function of their weights: traced once instead of once per layer
-        def run(weights: nnx.State, x: jax.Array, layer_pages: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return nnx.merge(structure, weights)(x, (cos, sin), layer_pages, slots, attend, kv_dtype)
+        # All layers of equal options are one function of their weights: traced once instead of once per layer.
+        @partial(jax.jit, static_argnames="options")
+        def run(
+            weights: nnx.State, x: jax.Array, rope: tuple[jax.Array, jax.Array], layer_pages: jax.Array, options: AttentionOptions
+        ) -> tuple[jax.Array, jax.Array]:
+            return nnx.merge(structure, weights)(x, rope, layer_pages, slots, partial(_attend_as, attend, options), kv_dtype)
 
         new_pages = []
-        for layer, layer_pages in zip(self.layers, pages, strict=True):
-            x, written = run(nnx.state(layer), x, layer_pages)
+        for layer, layer_pages, rope, options in zip(self.layers, pages, self.layer_ropes, self.layer_options, strict=True):
+            x, written = run(nnx.state(layer), x, ropes[rope], layer_pages, options)
             new_pages.append(written)
         return x, new_pages
 
@@ -146,11 +190,21 @@ class Llama(nnx.Module):
     def head(self, hidden: jax.Array) -> jax.Array:
         """[hidden, S] -> float32 logits [vocab, S]."""
         weight = self.embedding if self.lm_head is None else self.lm_head
-        return product(weight[...], self.norm(hidden))
+        logits = product(weight[...], self.norm(hidden))
+        return logits if self.logit_soft_cap is None else self.logit_soft_cap * jnp.tanh(logits / self.logit_soft_cap)
 
 
 class RopeTable(nnx.Variable[jax.Array]):
-    """cos and sin [2, positions, dim / 2]: derived from the spec, not a weight."""
+    """Per rotation cos and sin [ropes, 2, positions, dim / 2]: derived from the spec, not a weight."""
+
+
+def layer_options(spec: ModelSpec) -> tuple[AttentionOptions, ...]:
+    """What attention is told, layer by layer."""
+    return tuple(AttentionOptions(spec.attention_scale, window, spec.attention_soft_cap) for window in spec.layer_windows)
+
+
+def _attend_as(attend: Attend, options: AttentionOptions, queries: jax.Array, pages: jax.Array) -> jax.Array:
+    return attend(queries, pages, options)
 
 
 def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:

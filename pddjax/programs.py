@@ -52,17 +52,16 @@ class ModelFunctions:
         leaves, self._tree = jax.tree.flatten(state)
         self.leaves: Leaves = tuple(leaves)
         self._graph = graph
-        self._options = AttentionOptions(spec.head_dim**-0.5)
         self._kv_dtype = kv_dtype
 
     def decode(self, leaves: Leaves, pages: Pages, batch: DecodeBatch) -> tuple[jax.Array, Pages]:
         """One token per row. Hidden states of the sampling rows [hidden, max_rows], and the pages with the new KV."""
-        attend = partial(self._attend_decode, batch=batch)
+        attend = partial(self._attend_decode, batch)
         return self._forward(leaves, pages, batch.token_ids, batch.context_lens, batch.slots, attend, batch.sample_columns)
 
     def ragged(self, leaves: Leaves, pages: Pages, batch: RaggedBatch) -> tuple[jax.Array, Pages]:
         """Any rows. Hidden states of the sampling rows [hidden, max_rows], and the pages with the new KV."""
-        attend = partial(self._attend_ragged, batch=batch)
+        attend = partial(self._attend_ragged, batch)
         return self._forward(leaves, pages, batch.token_ids, batch.positions, batch.slots, attend, batch.sample_columns)
 
     def head(self, leaves: Leaves, hidden: jax.Array, num_samples: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -88,12 +87,12 @@ class ModelFunctions:
         hidden, pages = self._model(leaves)(token_ids, positions, slots, pages, attend, self._kv_dtype)
         return hidden[:, sample_columns], pages
 
-    def _attend_decode(self, queries: jax.Array, pages: jax.Array, batch: DecodeBatch) -> jax.Array:
-        return decode_attention(queries, pages, batch.page_tables, batch.context_lens, batch.num_new, self._options, self._kv_dtype)
+    def _attend_decode(self, batch: DecodeBatch, queries: jax.Array, pages: jax.Array, options: AttentionOptions) -> jax.Array:
+        return decode_attention(queries, pages, batch.page_tables, batch.context_lens, batch.num_new, options, self._kv_dtype)
 
-    def _attend_ragged(self, queries: jax.Array, pages: jax.Array, batch: RaggedBatch) -> jax.Array:
+    def _attend_ragged(self, batch: RaggedBatch, queries: jax.Array, pages: jax.Array, options: AttentionOptions) -> jax.Array:
         large, small = (batch.large_fields, batch.large_count), (batch.small_fields, batch.small_count)
-        return ragged_attention(queries, pages, batch.page_tables, large, small, self._options, self._kv_dtype)
+        return ragged_attention(queries, pages, batch.page_tables, large, small, options, self._kv_dtype)
 
 
 def read_slots(pages: jax.Array, slots: jax.Array) -> tuple[jax.Array, jax.Array]:

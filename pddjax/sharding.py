@@ -53,6 +53,8 @@ _SPLITS: Final[dict[tuple[str, str], PartitionSpec]] = {
     ("down", "bias"): REPLICATED,
     ("attention_norm", "weight"): REPLICATED,
     ("mlp_norm", "weight"): REPLICATED,
+    ("attention_post_norm", "weight"): REPLICATED,
+    ("mlp_post_norm", "weight"): REPLICATED,
     ("q_norm", "weight"): REPLICATED,
     ("k_norm", "weight"): REPLICATED,
     ("norm", "weight"): REPLICATED,

@@ -9,8 +9,8 @@ from flax import nnx
 
 from pddbridge.checkpoint import Checkpoint
 from pddbridge.model_spec import ModelSpec
-from pddbridge.rope import inverse_frequencies
-from pddjax.model import Llama
+from pddbridge.rope import rotation_table
+from pddjax.model import Llama, RMSNorm
 
 
 def load_model(checkpoint: Checkpoint, dtype: jnp.dtype, max_context_tokens: int, device: jax.Device) -> Llama:
@@ -19,19 +19,31 @@ def load_model(checkpoint: Checkpoint, dtype: jnp.dtype, max_context_tokens: int
     model = nnx.eval_shape(lambda: Llama(spec, dtype, max_context_tokens))
 
     def put(parameter: nnx.Variable[jax.Array], *names: str) -> None:
-        parts = [checkpoint.load(name) for name in names]
-        values = (parts[0] if len(parts) == 1 else np.concatenate(parts)).astype(dtype, copy=False)
-        assert values.shape == parameter.shape, (names, values.shape, parameter.shape)
+        place(parameter, [checkpoint.load(name) for name in names])
+
+    def put_norm(norm: RMSNorm | None, name: str) -> None:
+        if norm is not None:
+            weight = checkpoint.load(f"{name}.weight").astype(np.float32)
+            place(norm.weight, [weight + np.float32(spec.norm_offset)])
+
+    def place(parameter: nnx.Variable[jax.Array], parts: list[np.ndarray]) -> None:
+        values = (parts[0] if len(parts) == 1 else np.concatenate(parts)).astype(parameter.dtype, copy=False)
+        assert values.shape == parameter.shape, (parameter, values.shape, parameter.shape)
         parameter.set_value(jax.device_put(values, device))
 
     put(model.embedding, "model.embed_tokens.weight")
-    put(model.norm.weight, "model.norm.weight")
+    put_norm(model.norm, "model.norm")
     if model.lm_head is not None:
         put(model.lm_head, "lm_head.weight")
     for index, layer in enumerate(model.layers):
         prefix = f"model.layers.{index}."
-        put(layer.attention_norm.weight, f"{prefix}input_layernorm.weight")
-        put(layer.mlp_norm.weight, f"{prefix}post_attention_layernorm.weight")
+        put_norm(layer.attention_norm, f"{prefix}input_layernorm")
+        put_norm(layer.attention.q_norm, f"{prefix}self_attn.q_norm")
+        put_norm(layer.attention.k_norm, f"{prefix}self_attn.k_norm")
+        # With post norms, Hugging Face's "post_attention_layernorm" is what its name says; without, it is the norm before the MLP.
+        put_norm(layer.attention_post_norm, f"{prefix}post_attention_layernorm")
+        put_norm(layer.mlp_norm, f"{prefix}{'pre_feedforward' if spec.post_norms else 'post_attention'}_layernorm")
+        put_norm(layer.mlp_post_norm, f"{prefix}post_feedforward_layernorm")
         for projection, parts in (
             (layer.attention.qkv, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
             (layer.attention.out, ("self_attn.o_proj",)),
@@ -46,6 +58,5 @@ def load_model(checkpoint: Checkpoint, dtype: jnp.dtype, max_context_tokens: int
 
 
 def rope_table(spec: ModelSpec, num_positions: int) -> np.ndarray:
-    """cos and sin of ``position * inverse frequency``: float32 [2, num_positions, dim / 2], in float32 as transformers has it."""
-    angles = np.arange(num_positions, dtype=np.float32)[:, None] * inverse_frequencies(spec)
-    return np.stack((np.cos(angles), np.sin(angles)))
+    """Per rotation cos and sin of every position: float32 [ropes, 2, num_positions, dim / 2]."""
+    return np.stack([rotation_table(rope, spec.head_dim, num_positions) for rope in spec.ropes])

@@ -15,14 +15,19 @@ from pddtorch.linear import Linear
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """``qkv``: q, k and v stacked on the output axis · ``gate_up``: gate, then up. Norm weights [hidden] are float32."""
+    """``qkv``: q, k and v stacked on the output axis · ``gate_up``: gate, then up. Norm weights are float32 [hidden], their offset added;
+    ``qk_norm`` [heads + kv_heads, dim]: a row for each head of q and k, which share one weight each.
+    """
 
     input_norm: torch.Tensor
     qkv: Linear
+    qk_norm: torch.Tensor | None
     output: Linear
-    post_attention_norm: torch.Tensor
+    attention_post_norm: torch.Tensor | None
+    mlp_norm: torch.Tensor
     gate_up: Linear
     down: Linear
+    mlp_post_norm: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -56,16 +61,24 @@ def load_weights(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
         return Linear(weight, stacked(biases) if biases[0] in names else None)
 
     def norm(name: str) -> torch.Tensor:
-        return to_torch(checkpoint.load(f"{name}.weight")).to(device, torch.float32)
+        return to_torch(checkpoint.load(f"{name}.weight")).to(device, torch.float32) + spec.norm_offset
+
+    def qk_norm(prefix: str) -> torch.Tensor:
+        q, k = norm(f"{prefix}.q_norm"), norm(f"{prefix}.k_norm")
+        return torch.cat((q.expand(spec.num_heads, -1), k.expand(spec.num_kv_heads, -1)))
 
     layers = tuple(
         LayerWeights(
             input_norm=norm(f"{prefix}.input_layernorm"),
             qkv=linear(prefix, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            qk_norm=qk_norm(f"{prefix}.self_attn") if spec.qk_norm else None,
             output=linear(prefix, "self_attn.o_proj"),
-            post_attention_norm=norm(f"{prefix}.post_attention_layernorm"),
+            # With post norms, Hugging Face's "post_attention_layernorm" is what its name says; without, it is the norm before the MLP.
+            attention_post_norm=norm(f"{prefix}.post_attention_layernorm") if spec.post_norms else None,
+            mlp_norm=norm(f"{prefix}.{'pre_feedforward' if spec.post_norms else 'post_attention'}_layernorm"),
             gate_up=linear(prefix, "mlp.gate_proj", "mlp.up_proj"),
             down=linear(prefix, "mlp.down_proj"),
+            mlp_post_norm=norm(f"{prefix}.post_feedforward_layernorm") if spec.post_norms else None,
         )
         for prefix in (f"model.layers.{layer}" for layer in range(spec.num_layers))
     )

@@ -19,7 +19,8 @@ from pddbridge.checkpoint_gguf import GgufSource
 from pddbridge.checkpoint_safetensors import INDEX_FILE, SINGLE_FILE, SafetensorsSource
 from pddbridge.checkpoint_source import CheckpointError, TensorInfo, TensorSource, some
 from pddbridge.eos_files import eos_ids_beside_weights, read_json_object
-from pddbridge.model_spec import ModelSpec, from_hf_config
+from pddbridge.model_spec import ModelSpec
+from pddbridge.model_spec_hf import from_hf_config
 
 __all__ = ["Checkpoint", "CheckpointError", "expected_shapes", "open_checkpoint", "read_hf_spec"]
 
@@ -89,23 +90,28 @@ def open_checkpoint(model_dir: str | Path) -> Checkpoint:
 
 
 def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of a Llama-family model by Hugging Face name, linear weights [out, in]; the head only if not tied."""
+    """Shape of every tensor of a model by Hugging Face name, linear weights [out, in]; the head only if not tied."""
     hidden, inner = spec.hidden_size, spec.intermediate_size
     q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     linears = {
-        "self_attn.q_proj": (q_size, hidden, spec.attention_bias),
-        "self_attn.k_proj": (kv_size, hidden, spec.attention_bias),
-        "self_attn.v_proj": (kv_size, hidden, spec.attention_bias),
-        "self_attn.o_proj": (hidden, q_size, spec.attention_bias),
+        "self_attn.q_proj": (q_size, hidden, spec.qkv_bias),
+        "self_attn.k_proj": (kv_size, hidden, spec.qkv_bias),
+        "self_attn.v_proj": (kv_size, hidden, spec.qkv_bias),
+        "self_attn.o_proj": (hidden, q_size, spec.attention_out_bias),
         "mlp.gate_proj": (inner, hidden, spec.mlp_bias),
         "mlp.up_proj": (inner, hidden, spec.mlp_bias),
         "mlp.down_proj": (hidden, inner, spec.mlp_bias),
     }
+    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+    if spec.post_norms:
+        norms |= {"pre_feedforward_layernorm": hidden, "post_feedforward_layernorm": hidden}
+    if spec.qk_norm:
+        norms |= {"self_attn.q_norm": spec.head_dim, "self_attn.k_norm": spec.head_dim}
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (spec.vocab_size, hidden), "model.norm.weight": (hidden,)}
     for layer in range(spec.num_layers):
         prefix = f"model.layers.{layer}"
-        shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
-        shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
+        for name, size in norms.items():
+            shapes[f"{prefix}.{name}.weight"] = (size,)
         for name, (out_size, in_size, bias) in linears.items():
             shapes[f"{prefix}.{name}.weight"] = (out_size, in_size)
             if bias:

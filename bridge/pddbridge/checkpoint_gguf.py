@@ -1,7 +1,7 @@
-"""GGUF checkpoints of architecture ``llama``, read through the ``gguf`` library: names, dequantisation, and the q/k row order.
+"""GGUF checkpoints, read through the ``gguf`` library: names, dequantisation, and what llama.cpp's converter changed, undone.
 
-llama.cpp's converter permutes the rows of q and k of llama models from half-split to interleaved RoPE order; that is undone here, q with
-the number of query heads, k with the number of KV heads. Other architectures are not permuted, and are refused before it matters.
+It permutes the rows of q and k of ``llama`` models (of no other) from half-split to interleaved RoPE order; undone with the number of query
+heads for q, of KV heads for k. It adds 1 to the norm weights of Gemma, whose own files hold w of 1 + w.
 """
 
 from __future__ import annotations
@@ -15,38 +15,32 @@ import gguf
 import numpy as np
 
 from pddbridge.checkpoint_source import CheckpointError, TensorInfo
-from pddbridge.model_spec import from_gguf
+from pddbridge.model_spec import LLAMA
+from pddbridge.model_spec_gguf import TensorFacts, from_gguf
 
 # Arrays longer than this are vocabularies, scores and merges: a checkpoint reader skips them. The library builds Python objects per
 # element, seconds for 49,152 tokens, where skipping takes milliseconds.
 _LONGEST_ARRAY_READ: Final = 1024
 _EMBEDDING: Final = "token_embd.weight"
+_ROPE_FACTORS: Final = "rope_freqs.weight"
 
 
 class GgufSource:
     """One memory-mapped file. ``spec`` comes from its metadata, tensors and ``eos_token_ids`` of the files beside it.
 
-    Raises CheckpointError for a truncated or foreign file, ValueError for what :func:`pddbridge.model_spec.from_gguf` refuses.
+    Raises CheckpointError for a truncated or foreign file, ValueError for what :func:`pddbridge.model_spec_gguf.from_gguf` refuses.
     """
 
     def __init__(self, file: Path, eos_token_ids: Iterable[int] = ()) -> None:
         reader, metadata = _open(file)
         self._tensors: dict[str, gguf.ReaderTensor] = {tensor.name: tensor for tensor in reader.tensors}
-        if "rope_freqs.weight" in self._tensors:
-            raise ValueError(f"{file}: rope_freqs.weight: RoPE scaling is not supported, only without it")
         if _EMBEDDING not in self._tensors:
             raise CheckpointError(f"checkpoint {file}: tensors are missing: {_EMBEDDING}")
         try:
-            self.spec = from_gguf(
-                metadata,
-                vocab_size=int(self._tensors[_EMBEDDING].shape[-1]),
-                tie_embeddings="output.weight" not in self._tensors,
-                attention_bias="blk.0.attn_q.bias" in self._tensors,
-                mlp_bias="blk.0.ffn_up.bias" in self._tensors,
-                eos_token_ids=eos_token_ids,
-            )
+            self.spec = from_gguf(metadata, self._facts(), eos_token_ids)
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from error
+        self._architecture = str(metadata["general.architecture"])
         self._stored_names = self._canonical_names()
         self._check_types(file)
         self._infos = {
@@ -61,10 +55,12 @@ class GgufSource:
     def load(self, name: str) -> np.ndarray:
         tensor = self._tensors[self._stored_names[name]]
         values: np.ndarray = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        if ".self_attn.q_proj." in name:
+        if self.spec.architecture == LLAMA and ".self_attn.q_proj." in name:
             return unpermute(values, self.spec.num_heads)
-        if ".self_attn.k_proj." in name:
+        if self.spec.architecture == LLAMA and ".self_attn.k_proj." in name:
             return unpermute(values, self.spec.num_kv_heads)
+        if self.spec.norm_offset and "norm" in name:
+            return values - np.float32(self.spec.norm_offset)
         return np.array(values) if np.shares_memory(values, tensor.data) else values
 
     def rows(self, name: str, num_rows: int) -> Iterator[np.ndarray]:
@@ -73,14 +69,26 @@ class GgufSource:
         for start in range(0, len(tensor.data), num_rows):
             yield gguf.quants.dequantize(tensor.data[start : start + num_rows], tensor.tensor_type)
 
+    def _facts(self) -> TensorFacts:
+        factors = self._tensors.get(_ROPE_FACTORS)
+        return TensorFacts(
+            vocab_size=int(self._tensors[_EMBEDDING].shape[-1]),
+            tie_embeddings="output.weight" not in self._tensors,
+            qkv_bias="blk.0.attn_q.bias" in self._tensors,
+            attention_out_bias="blk.0.attn_output.bias" in self._tensors,
+            mlp_bias="blk.0.ffn_up.bias" in self._tensors,
+            rope_factors=None if factors is None else tuple(float(str(f)) for f in np.array(factors.data, np.float32).ravel()),
+        )
+
     def _canonical_names(self) -> dict[str, str]:
         """Hugging Face name -> stored name, for every tensor of the file; one without a place keeps its own, to be refused by it."""
-        name_map = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, self.spec.num_layers)
+        arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == self._architecture)
+        name_map = gguf.get_tensor_name_map(arch, self.spec.num_layers)
         canonical = [f"model.layers.{layer}.{part}" for layer in range(self.spec.num_layers) for part in _LAYER_PARTS]
         canonical += ["model.embed_tokens", "model.norm", "lm_head"]
-        by_stored = {name_map.get_name(name): name for name in canonical}
+        by_stored = {stored: name for name in canonical if (stored := name_map.get_name(name)) is not None}
         names: dict[str, str] = {}
-        for stored in self._tensors:
+        for stored in self._tensors.keys() - {_ROPE_FACTORS}:
             stem, _, suffix = stored.rpartition(".")
             names[f"{by_stored[stem]}.{suffix}" if stem in by_stored else stored] = stored
         return names
@@ -98,6 +106,10 @@ class GgufSource:
 _LAYER_PARTS: Final = (
     "input_layernorm",
     "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+    "self_attn.q_norm",
+    "self_attn.k_norm",
     *(f"self_attn.{part}_proj" for part in "qkvo"),
     *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
 )

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pddbridge.checkpoint_source import CheckpointError
-from pddbridge.model_spec import token_ids
+from pddbridge.model_spec_fields import token_ids
 
 
 def read_json_object(file: Path) -> Mapping[str, object]:

@@ -17,6 +17,7 @@ from pddbridge.kv_layout import KVLayout, token_major
 from pddbridge.kv_spec import HeadRange, KVSpec, LayerRange, TokenRange
 from pddbridge.model_spec import ModelSpec
 from pddbridge.sampling_params import TokenRecord
+from tests.support.specs import llama_spec
 
 NUM_LAYERS, NUM_HEADS, HEAD_DIM, VOCAB = 2, 3, 4, 300
 KV_SPEC = KVSpec.gqa(NUM_LAYERS, NUM_HEADS, HEAD_DIM, "float32")
@@ -84,9 +85,7 @@ class FakeEngine:
     @property
     def spec(self) -> ModelSpec:
         sizes = {"num_layers": NUM_LAYERS, "num_heads": NUM_HEADS, "num_kv_heads": NUM_HEADS, "head_dim": HEAD_DIM, "vocab_size": VOCAB}
-        flags = {"tie_embeddings": True, "attention_bias": False, "mlp_bias": False, "bos_token_id": None, "eos_token_ids": (2,)}
-        rest = {"hidden_size": 12, "intermediate_size": 12, "max_context_tokens": 4096, "rms_norm_eps": 1e-5, "rope_theta": 1e4}
-        return ModelSpec(architecture="fake", **sizes, **flags, **rest)  # type: ignore[arg-type]
+        return llama_spec(**sizes, max_context_tokens=4096, tie_embeddings=True, bos_token_id=None)
 
     @property
     def layout(self) -> KVLayout:

@@ -24,7 +24,7 @@ def logits(checkpoint: Checkpoint, ids: Sequence[int]) -> np.ndarray:
         return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + spec.rms_norm_eps) * weight(name)
 
     num_tokens, half = len(ids), spec.head_dim // 2
-    angles = np.arange(num_tokens)[:, None] * spec.rope_theta ** (-np.arange(half) / half)
+    angles = np.arange(num_tokens)[:, None] * spec.ropes[0].theta ** (-np.arange(half) / half)
     cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
 
     def heads(x: np.ndarray, num_heads: int) -> np.ndarray:

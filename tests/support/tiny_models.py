@@ -172,7 +172,7 @@ def write_gguf(
     writer.add_rope_freq_base(float(str(config["rope_theta"])))
     writer.add_layer_norm_rms_eps(float(str(config["rms_norm_eps"])))
     writer.add_vocab_size(_int(config, "vocab_size"))
-    _add_gguf_tokenizer(writer, _int(config, "vocab_size"))
+    add_gguf_tokenizer(writer, _int(config, "vocab_size"))
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, num_layers)
     for name, values in tensors.items():
         stored = values
@@ -227,7 +227,8 @@ def write_tokenizer(path: Path, vocab: int) -> None:
     )
 
 
-def _add_gguf_tokenizer(writer: gguf.GGUFWriter, vocab: int) -> None:
+def add_gguf_tokenizer(writer: gguf.GGUFWriter, vocab: int) -> None:
+    """The tokenizer of :func:`write_tokenizer` as GGUF metadata."""
     texts = token_strings(vocab)
     kinds = [gguf.TokenType.CONTROL] * len(SPECIALS) + [gguf.TokenType.USER_DEFINED]
     kinds += [gguf.TokenType.NORMAL] * (len(texts) - len(kinds))

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from pdd.serving.text.gguf_tokenizer import read_gguf_tokenizer, set_bos_eos
 from pddbridge.checkpoint_gguf import GgufSource
 from pddbridge.eos_files import eos_ids_beside_weights, read_json_object
-from pddbridge.model_spec import token_ids
+from pddbridge.model_spec_fields import token_ids
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from pddbridge.kv_layout_catalogue import tpu_mla, tpu_ragged_packed, vllm_mla, 
 from pddbridge.kv_spec import KV_DTYPES, HeadRange, KVGroup, KVPlane, KVSpec, LayerRange, TokenRange
 from pddbridge.kv_transfer import Admission, Receiver, ReceiverState
 from pddbridge.kv_wire import DTYPE_CODES, block_of, decode_frame_header, empty_values, encode_frame_header, frame_of, payload_view
-from pddbridge.model_spec import ModelSpec
 from tests.support.kv import canary_pool, fill_slowly, random_planes, same_pools
+from tests.support.specs import llama_spec
 
 INT8 = KVSpec.gqa_scaled(2, 3, 8, "int8", scales_per_head=2)
 MLA = KVSpec.mla(3, 24, 8, "bfloat16")
@@ -128,7 +128,7 @@ def test_a_plane_that_names_the_specs_own_dtype_changes_no_text() -> None:
 
 
 def test_scales_of_another_dtype_or_count_are_another_fingerprint_and_refused_at_the_handshake() -> None:
-    model = ModelSpec("LlamaForCausalLM", 2, 48, 80, 6, 3, 8, 300, 512, 1e-5, 1e4, False, False, False, 1, (2,))
+    model = llama_spec(num_layers=2)
     specs = [
         KVSpec.gqa_scaled(2, 3, 8, "int8"),
         KVSpec.gqa_scaled(2, 3, 8, "int8", "bfloat16"),

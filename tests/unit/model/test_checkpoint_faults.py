@@ -180,12 +180,12 @@ def test_foreign_dtype_is_named(tmp_path: Path) -> None:
     assert "model.norm.weight (I8)" in message
 
 
-GGUF_WITHOUT_A_PLACE = [("rope_freqs.weight", "RoPE scaling"), ("blk.1.attn_q_norm.weight", "blk.1.attn_q_norm.weight")]
+GGUF_WITHOUT_A_PLACE = [("rope_factors_long.weight", "rope_factors_long.weight"), ("blk.1.attn_q_norm.weight", "blk.1.attn_q_norm.weight")]
 
 
 @pytest.mark.parametrize(("extra", "said"), GGUF_WITHOUT_A_PLACE)
 def test_gguf_tensor_without_a_place_is_named(tmp_path: Path, extra: str, said: str) -> None:
-    """The first is how GGUFs of Llama 3 carry their RoPE scaling."""
+    """The first is how GGUFs of Phi 3 carry their RoPE scaling."""
     directory = make_tiny_llama(tmp_path / "hf")
     config = json.loads((directory / "config.json").read_text())
     write_gguf(tmp_path / "tiny.gguf", config, tiny_tensors(config, 0), stored_as_is={extra: np.ones(8, np.float32)})

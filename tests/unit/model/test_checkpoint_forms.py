@@ -61,7 +61,7 @@ def test_spec_of_a_config(tmp_path: Path) -> None:
     ).spec
     assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.num_layers, spec.hidden_size) == (6, 3, 10, 2, 48)
     assert (spec.intermediate_size, spec.vocab_size, spec.max_context_tokens) == (96, 300, 512)
-    assert (spec.rope_theta, spec.rms_norm_eps, spec.bos_token_id, spec.eos_token_ids) == (5e5, 1e-5, 1, (0, 2))
+    assert (spec.ropes[0].theta, spec.rms_norm_eps, spec.bos_token_id, spec.eos_token_ids) == (5e5, 1e-5, 1, (0, 2))
 
 
 @pytest.mark.parametrize("tie", [False, True])

@@ -225,9 +225,9 @@ def test_pull_from_a_hub(tmp_path: Path, hub: Hub) -> None:
 
 def test_hub_model_that_cannot_be_served_is_refused_before_its_weights(tmp_path: Path, hub: Hub) -> None:
     config = json.loads((hub.source / "config.json").read_text())
-    (hub.source / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen2ForCausalLM"]}))
-    message = refused("org/qwen", tmp_path / "cache")
-    assert "Qwen2ForCausalLM" in message
+    (hub.source / "config.json").write_text(json.dumps(config | {"architectures": ["Phi3ForCausalLM"]}))
+    message = refused("org/phi", tmp_path / "cache")
+    assert "Phi3ForCausalLM" in message
     assert hub.calls == [["*.json", "*.jinja", "tokenizer.model"]]
 
 

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from pdd.models import pull
 from pddbridge.checkpoint import open_checkpoint
+from pddbridge.rope import RopeSpec
 from tests.support import oracle
 
 pytestmark = pytest.mark.smollm2
@@ -31,7 +32,7 @@ def test_spec_stop_set_and_digest(model_dir: Path) -> None:
     opened_s = time.process_time() - cpu_before
     spec = checkpoint.spec
     assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.hidden_size) == (30, 9, 3, 64, 576)
-    assert (spec.vocab_size, spec.rope_theta, spec.rms_norm_eps, spec.max_context_tokens) == (49152, 100_000.0, 1e-5, 8192)
+    assert (spec.vocab_size, spec.ropes, spec.rms_norm_eps, spec.max_context_tokens) == (49152, (RopeSpec(100_000.0),), 1e-5, 8192)
     assert spec.tie_embeddings
     tokenizer = AutoTokenizer.from_pretrained(str(model_dir))
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in spec.eos_token_ids

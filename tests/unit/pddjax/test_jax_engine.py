@@ -17,6 +17,7 @@ import pytest
 
 from pddbridge.checkpoint import open_checkpoint
 from pddbridge.kv_spec import TokenRange
+from pddbridge.rope import RopeSpec
 from pddjax.batch import empty_decode, empty_ragged
 from pddjax.engine import create
 from pddjax.programs import ModelFunctions, read_slots, write_slots
@@ -155,8 +156,8 @@ def test_products_have_the_weights_on_the_left_and_copy_none(model_dir: Path, nu
 
 
 def test_rope_table_follows_the_formula_at_far_positions(model_dir: Path) -> None:
-    spec = replace(open_checkpoint(model_dir).spec, head_dim=64, rope_theta=100_000.0)
-    cos, sin = rope_table(spec, 8192)
+    spec = replace(open_checkpoint(model_dir).spec, head_dim=64, ropes=(RopeSpec(100_000.0),))
+    ((cos, sin),) = rope_table(spec, 8192)
     angles = np.arange(8192)[:, None] * 100_000.0 ** (-np.arange(32) / 32)
     # float32 angles: half a unit in the last place of 8192 radians, and that of the frequency times the position.
     assert np.abs(cos - np.cos(angles)).max() < 2e-3

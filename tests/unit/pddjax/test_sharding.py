@@ -22,12 +22,13 @@ from hypothesis import strategies as st
 from pddbridge.checkpoint import open_checkpoint
 from pddbridge.engine import KVBlock
 from pddbridge.kv_spec import HeadRange, LayerRange, TokenRange
-from pddbridge.model_spec import LLAMA, ModelSpec
+from pddbridge.model_spec import ModelSpec
 from pddjax.engine import JaxEngine, create
 from pddjax.sharded import split_over
 from pddjax.sharding import TensorParallel, partition_specs
 from tests.support.engines import CONFIG, Row, decode_greedy, prefill, random_ids, relative_error, step_of
 from tests.support.kv import bits
+from tests.support.specs import llama_spec
 from tests.support.tiny_models import make_tiny_llama
 
 NUM_DEVICES = 8
@@ -37,8 +38,16 @@ PAGES = [7, 2, 9, 4]
 
 
 def spec_of(num_heads: int, num_kv_heads: int, head_dim: int = 4, intermediate: int = 48, vocab: int = 301) -> ModelSpec:
-    sizes = (2, 32, intermediate, num_heads, num_kv_heads, head_dim, vocab)
-    return ModelSpec(LLAMA, *sizes, 128, 1e-6, 1e4, False, False, False, None, ())
+    return llama_spec(
+        num_layers=2,
+        hidden_size=32,
+        intermediate_size=intermediate,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        vocab_size=vocab,
+        max_context_tokens=128,
+    )
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.sampled_from([1, 2, 4, 8]), st.sampled_from([2, 4]))
