@@ -22,6 +22,7 @@ from pddbridge.kv_spec import KVSpec, TokenRange
 from pddbridge.model_spec import ModelSpec
 from pddbridge.sampling import greedy_suffices, sample
 from pddbridge.sampling_params import TokenRecord
+from pddkernels.torch_ops import Problem, choose
 from pddtorch.arrays import TORCH_DTYPES
 from pddtorch.batch import make_batch
 from pddtorch.kv import KVPool
@@ -53,13 +54,15 @@ class TorchEngine:
         self._thread: int | None = None
         self._own_thread()
         dtype, kv_dtype = TORCH_DTYPES[config.compute_dtype], TORCH_DTYPES[config.kv_dtype]
-        self._mask_dtype = torch.promote_types(dtype, kv_dtype)
         weights = load_weights(checkpoint, dtype, self._device)
         self._weights_digest = checkpoint.weights_digest()
         self._model = LlamaModel(self._spec, weights, dtype, self._device)
         self._kv_spec = KVSpec.gqa(self._spec.num_layers, self._spec.num_kv_heads, self._spec.head_dim, config.kv_dtype)
         self._layout = head_major(config.page_size, config.kv_dtype)
         self._pool = KVPool(self._kv_spec, config.num_pages, config.page_size, self._device)
+        windows = tuple(dict.fromkeys(self._spec.layer_windows))
+        heads = (self._spec.num_heads, self._spec.num_kv_heads, self._spec.head_dim)
+        self._ops = choose(Problem(*heads, config.page_size, dtype, kv_dtype, windows), self._device)
         self._num_steps = 0
         # On a CPU every linear should be packed; where torch cannot, it shows here.
         self._fallbacks = {"unpacked_linear": weights.num_unpacked if self._device.type == "cpu" else 0}
@@ -125,20 +128,12 @@ class TorchEngine:
         self._pool.copy_page(source, destination)
 
     def stats(self) -> EngineStats:
-        return EngineStats(compilations=0, steps=self._num_steps, fallbacks=dict(self._fallbacks))
+        return EngineStats(compilations=0, steps=self._num_steps, fallbacks={**self._fallbacks, **self._ops.fallbacks})
 
     @torch.inference_mode()
     def _logits(self, step: Step) -> torch.Tensor | None:
         self._own_thread()
-        batch = make_batch(
-            step,
-            num_kv_heads=self._spec.num_kv_heads,
-            page_size=self._config.page_size,
-            head_dim=self._spec.head_dim,
-            windows=frozenset(self._spec.layer_windows),
-            mask_dtype=self._mask_dtype,
-            device=self._device,
-        )
+        batch = make_batch(step, self._ops, self._device)
         return self._model.forward(batch, self._pool.layers)
 
     @torch.inference_mode()

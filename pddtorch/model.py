@@ -13,9 +13,7 @@ import torch.nn.functional as F
 
 from pddbridge.model_spec import ModelSpec
 from pddbridge.rope import inverse_frequencies
-from pddkernels.kv_pages.portable_torch import write_rows
 from pddkernels.ragged_paged_attention.options import AttentionOptions
-from pddkernels.ragged_paged_attention.portable_torch import ragged_paged_attention
 from pddtorch.batch import Batch
 from pddtorch.weights import ModelWeights
 
@@ -50,12 +48,11 @@ class LlamaModel:
             if layer.qk_norm is not None:
                 turned = F.rms_norm(turned, (spec.head_dim,), None, spec.rms_norm_eps) * layer.qk_norm
             rotated = _rotate(turned, *rotations[spec.layer_ropes[index]])
-            write_rows(k_pages, batch.kv_rows, rotated[:, spec.num_heads :])
-            write_rows(v_pages, batch.kv_rows, qkv[:, num_rotated:])
+            batch.kernels.append(k_pages, v_pages, rotated[:, spec.num_heads :], qkv[:, num_rotated:])
             if index == last and not len(batch.sample_tokens):
                 return None
             queries = rotated[:, : spec.num_heads].to(self._dtype)
-            attended = ragged_paged_attention(queries, k_pages, v_pages, batch.attention, self._options[index]).view(len(hidden), -1)
+            attended = batch.kernels.attend(queries, k_pages, v_pages, self._options[index]).view(len(hidden), -1)
             if index == last:
                 hidden, attended = hidden[batch.sample_tokens], attended[batch.sample_tokens]
             hidden += self._post_norm(layer.output(attended), layer.attention_post_norm)

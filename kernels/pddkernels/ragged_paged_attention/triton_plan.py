@@ -37,12 +37,16 @@ class Work:
 class Plan:
     """``works``: per window of the model's layers the launches that attend it. All tensors are views of ``buffer`` [n] i32.
 
+    ``slots`` [T or more] i32: page * page_size + place in the page of each new token, ``num_tokens`` [1] i32 of them valid.
+
     ``shape``: everything a launch's grid and arguments depend on; plans of one shape differ in ``buffer``'s values alone. So a captured
     graph of a step serves every plan of its shape: copy the new plan's buffer over the captured one's.
     """
 
     geometry: Geometry
     page_tables: torch.Tensor
+    slots: torch.Tensor
+    num_tokens: torch.Tensor
     works: Mapping[int | None, tuple[Work, ...]]
     buffer: torch.Tensor
     shape: tuple[int, ...]
@@ -66,7 +70,8 @@ def plan(
     news = np.diff(row_starts).astype(np.int64)
     contexts = context_lens.astype(np.int64)
     is_few = news * geometry.group <= tiles.few.rows
-    arrays: list[np.ndarray] = [_padded_tables(page_tables)]
+    slots = _new_slots(news, row_starts, contexts, page_tables, geometry.page_size)
+    arrays: list[np.ndarray] = [_padded_tables(page_tables), _padded(slots[:, None]).reshape(-1), np.array([len(slots)], np.int32)]
     launches: list[tuple[int | None, Tile, int]] = []
     for window in dict.fromkeys(windows):
         for tile, rows in ((tiles.few, np.flatnonzero(is_few & (news > 0))), (tiles.many, np.flatnonzero(~is_few))):
@@ -77,10 +82,16 @@ def plan(
     buffer, views = _send(arrays, device)
     works: dict[int | None, tuple[Work, ...]] = {}
     for i, (window, tile, num_partials) in enumerate(launches):
-        work = Work(tile, views[1 + 2 * i], views[2 + 2 * i], num_partials)
+        work = Work(tile, views[3 + 2 * i], views[4 + 2 * i], num_partials)
         works[window] = (*works.get(window, ()), work)
     shape = (*(size for array in arrays for size in array.shape), *(num_partials for *_, num_partials in launches))
-    return Plan(geometry, views[0], works, buffer, shape)
+    return Plan(geometry, views[0], views[1], views[2], works, buffer, shape)
+
+
+def _new_slots(news: np.ndarray, row_starts: np.ndarray, contexts: np.ndarray, page_tables: np.ndarray, page_size: int) -> np.ndarray:
+    row = np.repeat(np.arange(len(news)), news)
+    positions = np.arange(row_starts[-1], dtype=np.int64) + (contexts - row_starts[:-1])[row]
+    return page_tables[row, positions // page_size].astype(np.int64) * page_size + positions % page_size
 
 
 def _tile_items(

@@ -80,7 +80,7 @@ _MANY: Final[dict[str, dict[int, tuple[int, int, int]]]] = {
     "gfx942": {64: (128, 64, 4), 128: (128, 32, 4), 256: (64, 32, 4)},
 }
 # float32 products run without tensor cores, on operands in registers: low tiles, for exact tests rather than speed.
-_MANY_FLOAT32: Final = (16, 16, 4)
+_MANY_FLOAT32: Final = (16, 16, 8)
 
 
 def next_power_of_two(n: int) -> int:
@@ -99,9 +99,9 @@ def tiles_for(geometry: Geometry, gpu: Gpu) -> Tiles:
     dim, is_half = geometry.padded_dim, geometry.itemsize <= 2
     rows, keys, warps = _MANY[gpu.family][max(64, dim)] if is_half else _MANY_FLOAT32
     group_rows = next_power_of_two(geometry.group)
-    few_keys = (32 if dim == 256 else 64) if is_half else 16
+    few_keys, few_warps = (32 if dim == 256 else 64, 4) if is_half else _MANY_FLOAT32[1:]
     return Tiles(
-        few=_tile(geometry, gpu, max(16, group_rows), few_keys, 4, programs=3, min_split_keys=256),
+        few=_tile(geometry, gpu, max(16, group_rows), few_keys, few_warps, programs=3, min_split_keys=256),
         many=_tile(geometry, gpu, max(rows, group_rows), keys, warps, programs=1, min_split_keys=1024),
     )
 
@@ -118,6 +118,7 @@ def unsupported(geometry: Geometry) -> str | None:
 def _tile(geometry: Geometry, gpu: Gpu, rows: int, keys: int, num_warps: int, *, programs: int, min_split_keys: int) -> Tile:
     stage_bytes = 2 * keys * geometry.padded_dim * geometry.itemsize
     query_bytes = rows * geometry.padded_dim * geometry.itemsize
+    fitting = (gpu.shared_memory_bytes - query_bytes) // stage_bytes
     # A stage is a block of keys and values in flight. AMD's compiler keeps one of them in registers.
-    most = 2 if gpu.family == "gfx942" else 3
-    return Tile(rows, keys, num_warps, max(1, min(most, (gpu.shared_memory_bytes - query_bytes) // stage_bytes)), programs, min_split_keys)
+    num_stages = min(2, 1 + fitting) if gpu.family == "gfx942" else min(3, fitting)
+    return Tile(rows, keys, num_warps, max(1, num_stages), programs, min_split_keys)

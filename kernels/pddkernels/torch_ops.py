@@ -1,0 +1,245 @@
+"""The one place where PyTorch code gets its kernels: which path a device runs, decided once, and what an engine calls per step and layer.
+
+Triton's modules are imported only where they are chosen: an installation for CPUs needs none.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import numpy as np
+import torch
+
+from pddkernels.kv_pages import portable_torch as portable_pages
+from pddkernels.ragged_paged_attention import portable_torch as portable_attention
+from pddkernels.ragged_paged_attention.options import AttentionOptions
+from pddkernels.ragged_paged_attention.triton_plan import Plan, plan
+from pddkernels.ragged_paged_attention.triton_tiles import Geometry, Gpu, Tiles, tiles_for, unsupported
+
+PORTABLE: Final = "portable"
+TRITON: Final = "triton"
+# What is counted, by its reason, where a device has kernels and these are not used.
+NO_TRITON: Final = "portable_kernels_no_triton"
+UNKNOWN_DTYPE: Final = "portable_kernels_dtype"
+UNKNOWN_SHAPE: Final = "portable_kernels_shape"
+_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What kernels are chosen for. ``windows``: of the model's layers, None for a layer that sees everything · ``query_dtype``: the compute
+    dtype."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    query_dtype: torch.dtype
+    kv_dtype: torch.dtype
+    windows: tuple[int | None, ...] = (None,)
+
+    @property
+    def wider_dtype(self) -> torch.dtype:
+        return torch.promote_types(self.query_dtype, self.kv_dtype)
+
+    @property
+    def geometry(self) -> Geometry:
+        return Geometry(self.num_heads, self.num_kv_heads, self.head_dim, self.page_size, self.wider_dtype.itemsize)
+
+
+class StepKernels(Protocol):
+    """One step's plan, on the device: what every layer of it calls."""
+
+    def append(self, k_pages: torch.Tensor, v_pages: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store the new tokens' ``keys`` and ``values`` [T, kv_heads, dim], rounded to nearest even, in a layer's pages."""
+
+    def attend(
+        self,
+        queries: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        options: AttentionOptions,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[T, heads, dim] for ``queries`` [T, heads, dim], by :mod:`pddkernels.ragged_paged_attention.reference`. ``options.window`` is one
+        of the problem's."""
+
+
+class TorchOps(Protocol):
+    """The path of one device and problem. ``fallbacks``: by name, how often a path was chosen that is not the device's best."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def fallbacks(self) -> Mapping[str, int]: ...
+
+    def plan(self, row_starts: np.ndarray, context_lens: np.ndarray, page_tables: np.ndarray) -> StepKernels:
+        """Once per step, on the host: ``row_starts`` [R+1], ``context_lens`` [R], ``page_tables`` [R, P] i32."""
+
+    def pack(self, layers: torch.Tensor, page_table: np.ndarray, start: int, stop: int, first_head: int, num_heads: int) -> torch.Tensor:
+        """Tokens [start, stop) and heads of one plane in wire order [layers, tokens, num_heads, dim], of ``layers`` [L, N, kv_heads,
+        page_size, dim]."""
+
+    def unpack(self, layers: torch.Tensor, values: torch.Tensor, page_table: np.ndarray, start: int, first_head: int) -> None:
+        """The way back, for ``values`` [L, tokens, heads, dim] in the dtype of ``layers``."""
+
+
+def choose(problem: Problem, device: torch.device) -> TorchOps:
+    """Triton's kernels on a GPU, plain PyTorch elsewhere, and where Triton's cannot serve, counted as a fallback."""
+    if device.type != "cuda":
+        return PortableOps(problem, device, {})
+    reason = unavailable(problem)
+    if reason is not None:
+        return PortableOps(problem, device, {reason: 1})
+    return triton_ops(problem, device, _gpu(device))
+
+
+def unavailable(problem: Problem) -> str | None:
+    """Why Triton's kernels cannot serve a problem here, the name of a fallback; None if they can."""
+    if problem.query_dtype not in _DTYPES or problem.kv_dtype not in _DTYPES:
+        return UNKNOWN_DTYPE
+    if unsupported(problem.geometry) is not None:
+        return UNKNOWN_SHAPE
+    return None if importlib.util.find_spec("triton") else NO_TRITON
+
+
+def triton_ops(problem: Problem, device: torch.device, gpu: Gpu, tiles: Tiles | None = None) -> TritonOps:
+    """Triton's kernels whatever the device is: on a CPU they run where Triton interprets. ``tiles``: by default those for ``gpu``."""
+    return TritonOps(problem, device, tiles_for(problem.geometry, gpu) if tiles is None else tiles, gpu.num_processors)
+
+
+def _gpu(device: torch.device) -> Gpu:
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip is not None:
+        return Gpu("gfx942", properties.multi_processor_count, 64 * 1024)
+    # Warp-group products are sm_90's alone; every other has those of sm_80.
+    family = "sm90" if properties.major == 9 else "sm80"
+    return Gpu(family, properties.multi_processor_count, properties.shared_memory_per_block_optin)
+
+
+@dataclass(frozen=True)
+class PortableOps:
+    """Plain PyTorch operations, for any device."""
+
+    problem: Problem
+    device: torch.device
+    fallbacks: Mapping[str, int]
+    path: str = PORTABLE
+
+    def plan(self, row_starts: np.ndarray, context_lens: np.ndarray, page_tables: np.ndarray) -> StepKernels:
+        problem = self.problem
+        _, rows = portable_pages.new_token_rows(row_starts, context_lens, page_tables, problem.num_kv_heads, problem.page_size)
+        attention = portable_attention.plan_attention(
+            row_starts,
+            context_lens,
+            page_tables,
+            num_kv_heads=problem.num_kv_heads,
+            page_size=problem.page_size,
+            head_dim=problem.head_dim,
+            mask_dtype=problem.wider_dtype,
+            device=self.device,
+            windows=problem.windows,
+        )
+        return _PortableStep(torch.from_numpy(rows).to(self.device), attention)
+
+    def pack(self, layers: torch.Tensor, page_table: np.ndarray, start: int, stop: int, first_head: int, num_heads: int) -> torch.Tensor:
+        rows = self._rows(layers, page_table, start, stop, first_head, num_heads)
+        return portable_pages.pack_tokens(layers.unbind(0), rows, num_heads)
+
+    def unpack(self, layers: torch.Tensor, values: torch.Tensor, page_table: np.ndarray, start: int, first_head: int) -> None:
+        rows = self._rows(layers, page_table, start, start + values.shape[1], first_head, values.shape[2])
+        portable_pages.unpack_tokens(layers.unbind(0), rows, values)
+
+    def _rows(self, layers: torch.Tensor, page_table: np.ndarray, start: int, stop: int, first_head: int, num_heads: int) -> torch.Tensor:
+        _, _, num_kv_heads, page_size, _ = layers.shape
+        positions = np.arange(start, stop)
+        heads = np.arange(first_head, first_head + num_heads)
+        rows = portable_pages.slot_rows(page_table[positions // page_size], positions % page_size, heads, num_kv_heads, page_size)
+        return torch.from_numpy(rows).to(self.device)
+
+
+@dataclass(frozen=True)
+class _PortableStep:
+    rows: torch.Tensor
+    attention: portable_attention.AttentionPlan
+
+    def append(self, k_pages: torch.Tensor, v_pages: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        portable_pages.write_rows(k_pages, self.rows, keys)
+        portable_pages.write_rows(v_pages, self.rows, values)
+
+    def attend(
+        self,
+        queries: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        options: AttentionOptions,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return portable_attention.ragged_paged_attention(queries, k_pages, v_pages, self.attention, options, sinks)
+
+
+@dataclass(frozen=True)
+class TritonOps:
+    """Triton's kernels, for GPUs."""
+
+    problem: Problem
+    device: torch.device
+    tiles: Tiles
+    num_processors: int
+    path: str = TRITON
+
+    @property
+    def fallbacks(self) -> Mapping[str, int]:
+        return {}
+
+    def plan(self, row_starts: np.ndarray, context_lens: np.ndarray, page_tables: np.ndarray) -> StepKernels:
+        return _TritonStep(
+            plan(
+                row_starts,
+                context_lens,
+                page_tables,
+                geometry=self.problem.geometry,
+                tiles=self.tiles,
+                windows=self.problem.windows,
+                num_processors=self.num_processors,
+                device=self.device,
+            )
+        )
+
+    def pack(self, layers: torch.Tensor, page_table: np.ndarray, start: int, stop: int, first_head: int, num_heads: int) -> torch.Tensor:
+        from pddkernels.kv_pages import triton as kernels
+
+        return kernels.pack_tokens(layers, self._table(page_table), start, stop, first_head, num_heads)
+
+    def unpack(self, layers: torch.Tensor, values: torch.Tensor, page_table: np.ndarray, start: int, first_head: int) -> None:
+        from pddkernels.kv_pages import triton as kernels
+
+        kernels.unpack_tokens(layers, values, self._table(page_table), start, first_head)
+
+    def _table(self, page_table: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(page_table, np.int32)).to(self.device)
+
+
+@dataclass(frozen=True)
+class _TritonStep:
+    step: Plan
+
+    def append(self, k_pages: torch.Tensor, v_pages: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        from pddkernels.kv_pages import triton as kernels
+
+        kernels.append(k_pages, v_pages, keys, values, self.step.slots, self.step.num_tokens)
+
+    def attend(
+        self,
+        queries: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        options: AttentionOptions,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        from pddkernels.ragged_paged_attention import triton as kernels
+
+        return kernels.ragged_paged_attention(queries, k_pages, v_pages, self.step, options, sinks)
