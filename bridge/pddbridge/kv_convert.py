@@ -9,23 +9,28 @@ assignment they neither loop over values nor make a copy in between, and scatter
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import repeat, zip_longest
-from typing import Final
+from itertools import groupby, repeat, zip_longest
+from operator import attrgetter
+from typing import Final, TypeAlias
 
 import numpy as np
 
 from pddbridge.engine import KVBlock
 from pddbridge.kv_block import check_block, locate_plane
-from pddbridge.kv_pool import KVPool
+from pddbridge.kv_pool import KVPool, empty_on_lines
 from pddbridge.kv_spec import HeadRange, KVGroup, KVPlane, LayerRange, TokenRange
 
 __all__ = ["KVPool", "read_block", "read_blocks", "write_block", "write_blocks"]
 
-# Planes that share an array are read in turns of this size, so that a cache line which holds both is fetched once: well under a core's
-# level-2 cache, well over a call's cost.
-_TURN_BYTES: Final = 1 << 18
+# Planes that share an array are copied in turns of this size, so that a cache line which holds both is fetched once: well under a
+# last-level cache, and so much over a call's cost that this is not felt.
+_TURN_BYTES: Final = 1 << 20
+
+# Units [U] of the pages as void, which of them [N] intp, and the values [N] void on the wire.
+_Move: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray]
+_Job: TypeAlias = "tuple[_Pages, KVBlock]"
 
 
 def read_block(
@@ -43,10 +48,10 @@ def read_block(
     array. Raises ValueError for anything outside the pool, or an ``out`` that is not that.
     """
     group, index = locate_plane(pool.spec, plane, layers)
-    place = _Place(pool, page_table, group, index, tokens, heads)
-    values = _target(pool, group.planes[index], layers, tokens, heads, out)
-    _read_all([place], [values], layers)
-    return KVBlock(plane, layers, tokens, heads, values)
+    pages = _Pages(pool, page_table, group, index, tokens, heads)
+    block = KVBlock(plane, layers, tokens, heads, _target(pool, group.planes[index], layers, tokens, heads, out))
+    _copy([(pages, block)], _take)
+    return block
 
 
 def read_blocks(pool: KVPool, page_table: np.ndarray, tokens: TokenRange, out: Sequence[np.ndarray] | None = None) -> tuple[KVBlock, ...]:
@@ -54,16 +59,17 @@ def read_blocks(pool: KVPool, page_table: np.ndarray, tokens: TokenRange, out: S
 
     ``out``: one array per block, as :func:`read_block` has it. Faster than plane by plane where planes share an array.
     """
-    blocks: list[KVBlock] = []
+    jobs = []
     given: Iterator[np.ndarray | None] = repeat(None) if out is None else iter(out)
     for group in pool.spec.groups:
         layers = LayerRange(group.first_layer, group.first_layer + group.num_layers)
-        heads = [pool.layout.heads_of(plane) for plane in group.planes]
-        places = [_Place(pool, page_table, group, i, tokens, stored) for i, stored in enumerate(heads)]
-        values = [_target(pool, plane, layers, tokens, h, next(given)) for plane, h in zip(group.planes, heads, strict=True)]
-        _read_all(places, values, layers)
-        blocks += [KVBlock(p.name, layers, tokens, h, v) for p, h, v in zip(group.planes, heads, values, strict=True)]
-    return tuple(blocks)
+        for index, plane in enumerate(group.planes):
+            heads = pool.layout.heads_of(plane)
+            pages = _Pages(pool, page_table, group, index, tokens, heads)
+            values = _target(pool, plane, layers, tokens, heads, next(given))
+            jobs.append((pages, KVBlock(plane.name, layers, tokens, heads, values)))
+    _copy(jobs, _take)
+    return tuple(block for _, block in jobs)
 
 
 def write_block(pool: KVPool, page_table: np.ndarray, block: KVBlock) -> None:
@@ -73,24 +79,18 @@ def write_block(pool: KVPool, page_table: np.ndarray, block: KVBlock) -> None:
 
 def write_blocks(pool: KVPool, page_table: np.ndarray, blocks: Sequence[KVBlock]) -> None:
     """As :func:`write_block`, layer by layer: faster where planes share an array. Raises ValueError with nothing written."""
-    placed = []
+    jobs = []
     for block in blocks:
         group, index = check_block(pool.spec, block)
-        place = _Place(pool, page_table, group, index, block.tokens, block.heads)
-        if len(np.unique(place.pages)) != len(place.pages):
-            raise ValueError(f"page_table: a page is named twice among those of {block.tokens}: {place.pages.tolist()}")
-        if block.values.size:
-            placed.append((block, place))
-    for layer in sorted({layer for block, _ in placed for layer in range(block.layers.start, block.layers.stop)}):
-        for block, place in placed:
-            if block.layers.start <= layer < block.layers.stop:
-                wire = block.values[layer - block.layers.start].reshape(-1).view(np.uint8)
-                for copy, units in place.copies(layer):
-                    units.put(copy.which, wire[copy.start : copy.stop].view(units.dtype))
+        pages = _Pages(pool, page_table, group, index, block.tokens, block.heads)
+        if len(np.unique(pages.numbers)) != len(pages.numbers):
+            raise ValueError(f"page_table: a page is named twice among those of {block.tokens}: {pages.numbers.tolist()}")
+        jobs.append((pages, block))
+    _copy(jobs, _put)
 
 
 @dataclass(frozen=True)
-class _Copy:
+class _Part:
     """Wire bytes ``[start, stop)`` of a layer <-> units ``which`` [N] intp of ``unit_bytes``, counted from the first stored byte."""
 
     start: int
@@ -99,52 +99,61 @@ class _Copy:
     which: np.ndarray
 
 
-class _Place:
+class _Pages:
     """Where the tokens of one plane lie in the pages of a layer. Raises ValueError for ranges or pages outside the pool."""
 
     def __init__(self, pool: KVPool, page_table: np.ndarray, group: KVGroup, plane: int, tokens: TokenRange, heads: HeadRange) -> None:
         stored = pool.layout.heads_of(group.planes[plane])
         if heads.start < stored.start or heads.stop > stored.stop:
             raise ValueError(f"heads: given {heads}, the pool stores {stored}")
-        self.pages = _touched_pages(pool, page_table, tokens)
+        self.numbers = _touched_pages(pool, page_table, tokens)
         self._pool, self._plane, self._tokens = pool, plane, tokens
         self._heads = slice(heads.start - stored.start, heads.stop - stored.start)
-        self._strides: tuple[int, ...] = ()
-        self._copies: list[_Copy] = []
 
-    def copies(self, layer: int) -> list[tuple[_Copy, np.ndarray]]:
-        """The copies of ``layer``, each with the units [U] void that it counts in. Worked out once for layers of equal strides."""
-        stored = self._pool.planes[layer][self._plane]
-        if stored.view.strides != self._strides:
-            self._strides = stored.view.strides
-            self._copies = _plan(stored.view[:, :, self._heads], self.pages, self._tokens)
-        values = stored.flat[self._heads.start * self._strides[2] // stored.flat.itemsize :]
-        return [(copy, _as_units(values, copy.unit_bytes)) for copy in self._copies]
-
-
-def _read(place: _Place, values: np.ndarray, layers: LayerRange, layer: int) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """What to copy for ``layer`` into ``values`` [layers, ...], in turns of about ``_TURN_BYTES``: (units, which of them, where to)."""
-    wire = values[layer - layers.start].reshape(-1).view(np.uint8)
-    turns = []
-    for copy, units in place.copies(layer):
-        target = wire[copy.start : copy.stop].view(units.dtype)
-        step = max(1, _TURN_BYTES // copy.unit_bytes)
-        turns += [(units, copy.which[i : i + step], target[i : i + step]) for i in range(0, len(copy.which), step)]
-    return turns
+    def moves(self, block: KVBlock) -> Iterator[list[_Move]]:
+        """For each of the block's layers what to copy, in turns of about ``_TURN_BYTES``. Layers of equal strides are copied alike, so the
+        work per layer is next to none: for a few hundred KB, microseconds of it would be felt.
+        """
+        wire = block.values.reshape(len(block.layers), -1).view(np.uint8)
+        storages = [planes[self._plane] for planes in self._pool.planes[block.layers.start : block.layers.stop]]
+        first = 0
+        for strides, alike in groupby(storages, key=attrgetter("strides")):
+            run = list(alike)
+            rows = wire[first : first + len(run)]
+            first += len(run)
+            parts = []
+            for part in _plan(run[0].view[:, :, self._heads], self.numbers, self._tokens):
+                units = [storage.units(self._heads.start * strides[2], part.unit_bytes) for storage in run]
+                values = rows[:, part.start : part.stop].view(np.dtype((np.void, part.unit_bytes)))
+                step = max(1, _TURN_BYTES // part.unit_bytes)
+                turns = [slice(i, i + step) for i in range(0, len(part.which), step)]
+                parts += [list(zip(units, repeat(part.which[turn]), values[:, turn], strict=False)) for turn in turns]
+            yield from (list(moves) for moves in zip(*parts, strict=True))
 
 
-def _read_all(places: list[_Place], values: list[np.ndarray], layers: LayerRange) -> None:
-    """Layer by layer, the planes in turns."""
-    if not values[0].size:
-        return
-    for layer in range(layers.start, layers.stop):
-        by_plane = [_read(place, plane_values, layers, layer) for place, plane_values in zip(places, values, strict=True)]
-        for turn in zip_longest(*by_plane):
-            for move in turn:
-                if move is not None:
-                    units, which, target = move
-                    # Every index was checked; in mode "raise" numpy would go through a buffer of its own.
-                    units.take(which, out=target, mode="clip")
+def _copy(jobs: Sequence[_Job], move: Callable[[_Move], None]) -> None:
+    """Layer by layer, the jobs in turns."""
+    by_layer: dict[int, list[list[_Move]]] = {}
+    for pages, block in jobs:
+        if block.values.size:
+            for layer, moves in enumerate(pages.moves(block), block.layers.start):
+                by_layer.setdefault(layer, []).append(moves)
+    for _, moves_of_jobs in sorted(by_layer.items()):
+        for turn in zip_longest(*moves_of_jobs):
+            for found in turn:
+                if found is not None:
+                    move(found)
+
+
+def _take(move: _Move) -> None:
+    units, which, values = move
+    # Every index was checked; in mode "raise" numpy would go through a buffer of its own.
+    units.take(which, None, values, "clip")
+
+
+def _put(move: _Move) -> None:
+    units, which, values = move
+    units.put(which, values)
 
 
 def _target(pool: KVPool, plane: KVPlane, layers: LayerRange, tokens: TokenRange, heads: HeadRange, out: np.ndarray | None) -> np.ndarray:
@@ -152,14 +161,14 @@ def _target(pool: KVPool, plane: KVPlane, layers: LayerRange, tokens: TokenRange
     shape = (len(layers), len(tokens), len(heads), plane.head_dim)
     dtype = pool.spec.np_dtype_of(plane)
     if out is None:
-        return np.empty(shape, dtype)
+        return empty_on_lines(shape, dtype)
     if out.shape != shape or out.dtype != dtype or not out.flags.c_contiguous or not out.flags.writeable:
         raise ValueError(f"out: given {out.dtype}{list(out.shape)}, must be {dtype}{list(shape)}, C-contiguous and writable")
     return out
 
 
-def _plan(view: np.ndarray, pages: np.ndarray, tokens: TokenRange) -> list[_Copy]:
-    """The copies that make up ``tokens`` of ``view`` [page, slot, head, dim]: whole pages where a page's order is the wire's, and tokens at
+def _plan(view: np.ndarray, pages: np.ndarray, tokens: TokenRange) -> list[_Part]:
+    """The parts that make up ``tokens`` of ``view`` [page, slot, head, dim]: whole pages where a page's order is the wire's, and tokens at
     either end of them; else all by token. Strides decide how a token is copied, never what is a token.
     """
     _, page_size, num_heads, head_dim = view.shape
@@ -175,16 +184,16 @@ def _plan(view: np.ndarray, pages: np.ndarray, tokens: TokenRange) -> list[_Copy
     token_bytes = num_heads * head_dim * view.itemsize
     first_page = tokens.start // page_size
 
-    def by_token(start: int, stop: int) -> _Copy:
+    def by_token(start: int, stop: int) -> _Part:
         positions = np.arange(start, stop)
         first = pages[positions // page_size - first_page] * page_stride + positions % page_size * slot_stride
         return copy(start, stop, first, piece, [page_stride, slot_stride], inner)
 
-    def copy(start: int, stop: int, first: np.ndarray, piece: int, strides: list[int], inner: list[tuple[int, int]]) -> _Copy:
+    def copy(start: int, stop: int, first: np.ndarray, piece: int, strides: list[int], inner: list[tuple[int, int]]) -> _Part:
         unit = math.gcd(piece, *strides, *(stride for _, stride in inner))
         for size, stride in [*inner, (piece // unit, unit)]:
             first = (first[:, None] + np.arange(size) * stride).reshape(-1)
-        return _Copy((start - tokens.start) * token_bytes, (stop - tokens.start) * token_bytes, unit, first // unit)
+        return _Part((start - tokens.start) * token_bytes, (stop - tokens.start) * token_bytes, unit, first // unit)
 
     whole_start, whole_stop = -(-tokens.start // page_size) * page_size, tokens.stop // page_size * page_size
     if page_size == 1 or inner or slot_stride != token_bytes or whole_start >= whole_stop:
@@ -195,12 +204,6 @@ def _plan(view: np.ndarray, pages: np.ndarray, tokens: TokenRange) -> list[_Copy
     if whole_stop < tokens.stop:
         copies.append(by_token(whole_stop, tokens.stop))
     return copies
-
-
-def _as_units(values: np.ndarray, unit_bytes: int) -> np.ndarray:
-    """The first whole units of contiguous ``values`` [N] as void [U], without a copy: numpy moves a void with one memmove."""
-    per_unit = unit_bytes // values.itemsize
-    return values[: len(values) // per_unit * per_unit].view(np.dtype((np.void, unit_bytes)))
 
 
 def _touched_pages(pool: KVPool, page_table: np.ndarray, tokens: TokenRange) -> np.ndarray:

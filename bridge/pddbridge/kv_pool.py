@@ -4,7 +4,8 @@ shapes and dtypes are only checked against them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
 
@@ -21,16 +22,30 @@ _BITS: Final[dict[int, np.dtype[np.unsignedinteger]]] = {
     4: np.dtype(np.uint32),
 }
 _CANONICAL: Final[tuple[Axis, ...]] = ("page", "slot", "head", "dim")
+# A cache line. numpy puts large arrays 16 bytes into one, so that a row of 128 bytes would lie in three instead of two.
+_LINE_BYTES: Final = 64
 
 
 @dataclass(frozen=True)
 class PlaneStorage:
     """One plane of one layer, bit patterns, without a copy. ``view`` [page, slot, head, dim]: the heads stored here, without padding ·
-    ``flat`` [N]: all memory from the view's first value to its last, what else lies between them included.
+    ``flat`` [N]: all memory from the view's first value to its last, what else lies between them included · ``strides`` of ``view``.
     """
 
     view: np.ndarray
     flat: np.ndarray
+    strides: tuple[int, ...]
+    _units: dict[tuple[int, int], np.ndarray] = field(default_factory=dict, compare=False, repr=False)
+
+    def units(self, first_byte: int, unit_bytes: int) -> np.ndarray:
+        """``flat`` from ``first_byte`` on as void [U] of ``unit_bytes``, whole ones, without a copy: numpy moves a void with one memmove.
+
+        Both must be multiples of a value's size. Kept: making a view costs more than copying a page.
+        """
+        if (first_byte, unit_bytes) not in self._units:
+            values, per_unit = self.flat[first_byte // self.flat.itemsize :], unit_bytes // self.flat.itemsize
+            self._units[first_byte, unit_bytes] = values[: len(values) // per_unit * per_unit].view(np.dtype((np.void, unit_bytes)))
+        return self._units[first_byte, unit_bytes]
 
 
 @dataclass(frozen=True)
@@ -55,12 +70,13 @@ class KVPool:
 
     @staticmethod
     def zeros(layout: KVLayout, spec: KVSpec, num_pages: int) -> KVPool:
-        """A pool of fresh arrays."""
-        arrays = tuple(
-            tuple(np.zeros(stored.shape, KV_DTYPES[stored.dtype]) for stored in layout.arrays(spec, group, num_pages))
-            for group in spec.groups
-            for _ in range(group.num_layers)
-        )
+        """A pool of fresh arrays, which lie one after the other in one piece of memory: a large one can have huge pages."""
+        layers = [layout.arrays(spec, group, num_pages) for group in spec.groups for _ in range(group.num_layers)]
+        sizes = [math.prod(stored.shape) * KV_DTYPES[stored.dtype].itemsize for layer in layers for stored in layer]
+        places = np.cumsum([0, *(-(-size // _LINE_BYTES) * _LINE_BYTES for size in sizes)]).tolist()
+        memory = on_lines(np.zeros(places[-1] + _LINE_BYTES, np.uint8))
+        pieces = (memory[place : place + size] for place, size in zip(places, sizes, strict=False))
+        arrays = tuple(tuple(next(pieces).view(KV_DTYPES[stored.dtype]).reshape(stored.shape) for stored in layer) for layer in layers)
         return KVPool(layout, spec, arrays)
 
     @property
@@ -82,7 +98,7 @@ class KVPool:
             for array, stored in zip(arrays, want, strict=True)
             for which, plane in enumerate(stored.planes)
         }
-        return tuple(PlaneStorage(views[plane], _flat(views[plane])) for plane in range(len(group.planes)))
+        return tuple(PlaneStorage(views[plane], _flat(views[plane]), views[plane].strides) for plane in range(len(group.planes)))
 
     def _check_layer(self, layer: int, want: tuple[StoredArray, ...]) -> None:
         given = tuple(array.shape for array in self.arrays[layer])
@@ -98,6 +114,17 @@ class KVPool:
                 fast = self.layout.axes.index("pack")
                 if array.shape[fast - 1] > 1 and array.strides[fast - 1] != self.layout.pack * array.strides[fast]:
                     raise ValueError(f"KVPool.arrays[{layer}]: given strides {array.strides}, pack must lie inside {self.layout.packed}")
+
+
+def on_lines(memory: np.ndarray) -> np.ndarray:
+    """``memory`` [N] bytes from its first cache line on: [N - ``_LINE_BYTES``], without a copy."""
+    start = -memory.ctypes.data % _LINE_BYTES
+    return memory[start : start + len(memory) - _LINE_BYTES]
+
+
+def empty_on_lines(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """``numpy.empty`` that begins on a cache line."""
+    return on_lines(np.empty(math.prod(shape) * dtype.itemsize + _LINE_BYTES, np.uint8)).view(dtype).reshape(shape)
 
 
 def _plane_view(layout: KVLayout, group: KVGroup, array: np.ndarray, stored: StoredArray, which: int) -> np.ndarray:

@@ -173,3 +173,20 @@ def test_a_shard_stores_and_gives_only_its_heads() -> None:
         assert np.array_equal(block.values, values[:, :, 2:4])
     with pytest.raises(ValueError, match="the pool stores"):
         read_block(pool, table, "k", LayerRange(0, 2), TokenRange(0, 20), HeadRange(1, 3))
+
+
+def test_fresh_memory_begins_on_cache_lines_and_is_nobody_elses() -> None:
+    """Whatever the sizes: with odd ones, neighbours in a pool's memory must not overlap."""
+    spec = KVSpec.gqa_scaled(3, 3, 5, "int8")
+    pool = KVPool.zeros(token_major(7, "int8"), spec, 3)
+    arrays = [array for layer in pool.arrays for array in layer]
+    for i, array in enumerate(arrays):
+        assert array.ctypes.data % 64 == 0
+        assert array.flags.writeable
+        assert not array.view(np.uint8).any()
+        array.view(np.uint8)[...] = i + 1
+    for i, array in enumerate(arrays):
+        assert (array.view(np.uint8) == i + 1).all()
+    for block in read_blocks(pool, np.array([2, 0]), TokenRange(3, 9)):
+        assert block.values.ctypes.data % 64 == 0
+        assert block.values.flags.c_contiguous
