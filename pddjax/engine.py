@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pddbridge.checkpoint import open_checkpoint
-from pddbridge.engine import EngineConfig, EngineStats, KVBlock, SampleRow, Step, StepResult
+from pddbridge.engine import EngineConfig, EngineStats, KVBlock, PendingKV, ReadyKV, SampleRow, Step, StepResult
 from pddbridge.engine_checks import check_block, check_config, check_page, check_page_range, check_step
 from pddbridge.kv_layout import KVLayout, interleaved_heads
 from pddbridge.kv_spec import KVSpec, TokenRange
@@ -131,6 +131,13 @@ class JaxEngine:
         """See :meth:`pddbridge.engine.Engine.read_kv`."""
         check_page_range(page_table, tokens, self._config)
         return self._pool.read(page_table, tokens)
+
+    def start_read_kv(self, page_table: np.ndarray, tokens: TokenRange) -> PendingKV:
+        """See :meth:`pddbridge.engine.OverlapsReads.start_read_kv`. On a CPU a copy is compute like any other, so it is done at once."""
+        if self._config.device == "cpu":
+            return ReadyKV(self.read_kv(page_table, tokens))
+        check_page_range(page_table, tokens, self._config)
+        return self._pool.start_read(page_table, tokens)
 
     def write_kv(self, page_table: np.ndarray, block: KVBlock) -> None:
         """See :meth:`pddbridge.engine.Engine.write_kv`."""

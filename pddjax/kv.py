@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pddbridge.engine import EngineConfig, KVBlock
+from pddbridge.engine import EngineConfig, KVBlock, PendingKV
 from pddbridge.kv_spec import HeadRange, KVSpec, LayerRange, TokenRange
 from pddjax.batch import padding_slots, slots_of
 from pddjax.buckets import KV_TOKENS
@@ -36,6 +37,30 @@ class Placement:
     copy_page: Callable[..., object] = copy_page
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """Tokens ``[start, start + count)`` of a range that is being read: per layer K and V [KV_TOKENS, heads, dim], on the device."""
+
+    start: int
+    count: int
+    by_layer: list[tuple[jax.Array, jax.Array]]
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """See :class:`pddbridge.engine.PendingKV`."""
+
+    read: list[_Piece]
+    assemble: Callable[[], tuple[KVBlock, ...]]
+
+    @property
+    def ready(self) -> bool:
+        return all(values.is_ready() for piece in self.read for stored in piece.by_layer for values in stored)
+
+    def blocks(self) -> tuple[KVBlock, ...]:
+        return self.assemble()
+
+
 class KVPool:
     """``pages``: per layer [num_pages, page_size, 2 * kv_heads * copies, dim] in storage form. Whoever runs a program that takes them over
     puts back what the program returns.
@@ -52,12 +77,28 @@ class KVPool:
 
     def read(self, page_table: np.ndarray, tokens: TokenRange) -> tuple[KVBlock, ...]:
         """K and V of ``tokens``: all layers, all heads, wire order, bit for bit as stored."""
+        return self._assemble(tokens, self._start_pieces(page_table, tokens))
+
+    def start_read(self, page_table: np.ndarray, tokens: TokenRange) -> PendingKV:
+        """As ``read``; returns once the device has been told to read and to copy. What is read is apart from the pages from then on."""
+        read = self._start_pieces(page_table, tokens)
+        for piece in read:
+            for stored in piece.by_layer:
+                for values in stored:
+                    values.copy_to_host_async()
+        return _Reading(read, partial(self._assemble, tokens, read))
+
+    def _start_pieces(self, page_table: np.ndarray, tokens: TokenRange) -> list[_Piece]:
+        read = self._read_program()
+        pieces = self._pieces(page_table, tokens)
+        return [_Piece(start, count, [read(pages, slots) for pages in self.pages]) for start, count, slots in pieces]
+
+    def _assemble(self, tokens: TokenRange, read: list[_Piece]) -> tuple[KVBlock, ...]:
         shape = (self._kv_spec.num_layers, len(tokens), self._heads, self._dim)
         planes = (np.empty(shape, self._storage), np.empty(shape, self._storage))
-        for start, count, slots in self._pieces(page_table, tokens):
-            read = self._read_program()
-            by_layer = [read(pages, slots) for pages in self.pages]
-            for layer, stored in enumerate(by_layer):
+        for piece in read:
+            start, count = piece.start, piece.count
+            for layer, stored in enumerate(piece.by_layer):
                 for plane, values in zip(planes, stored, strict=True):
                     plane[layer, start : start + count] = np.asarray(values)[:count, :: self._placement.copies]
         layers, heads = LayerRange(0, self._kv_spec.num_layers), HeadRange(0, self._heads)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from pddbridge.checkpoint import open_checkpoint
-from pddbridge.engine import EngineConfig, EngineStats, KVBlock, SampleRow, Step, StepResult
+from pddbridge.engine import EngineConfig, EngineStats, KVBlock, PendingKV, SampleRow, Step, StepResult
 from pddbridge.engine_checks import check_block, check_config, check_page, check_page_range, check_step
 from pddbridge.kv_layout import KVLayout, head_major
 from pddbridge.kv_spec import KVSpec, TokenRange
@@ -114,6 +114,11 @@ class TorchEngine:
     def read_kv(self, page_table: np.ndarray, tokens: TokenRange) -> tuple[KVBlock, ...]:
         check_page_range(page_table, tokens, self._config)
         return self._pool.read(page_table, tokens)
+
+    @torch.inference_mode()
+    def start_read_kv(self, page_table: np.ndarray, tokens: TokenRange) -> PendingKV:
+        check_page_range(page_table, tokens, self._config)
+        return self._pool.start_read(page_table, tokens)
 
     @torch.inference_mode()
     def write_kv(self, page_table: np.ndarray, block: KVBlock) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
 import numpy as np
 import torch
 
-from pddbridge.engine import KVBlock
+from pddbridge.engine import KVBlock, PendingKV, ReadyKV
 from pddbridge.kv_spec import HeadRange, KVGroup, KVPlane, KVSpec, LayerRange, TokenRange
 from pddkernels.kv_pages.portable_torch import pack_tokens, slot_rows, unpack_tokens
 from pddtorch.arrays import TORCH_DTYPES, to_numpy, to_torch
@@ -24,26 +28,55 @@ class KVPool:
             )
             for plane in self._group.planes
         }
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         keys, values = (self._planes[name].unbind(0) for name in ("k", "v"))
         self.layers: tuple[tuple[torch.Tensor, torch.Tensor], ...] = tuple(zip(keys, values, strict=True))
 
     def read(self, page_table: np.ndarray, tokens: TokenRange) -> tuple[KVBlock, ...]:
         """One block per plane, all layers and heads, copied to the host. ``page_table`` [P] i32, already checked."""
-        blocks = []
+        return self._blocks(self._packed(page_table, tokens), tokens)
+
+    def start_read(self, page_table: np.ndarray, tokens: TokenRange) -> PendingKV:
+        """As ``read``; on a GPU a stream of its own copies into pinned memory, beside what is computed next."""
+        packed = self._packed(page_table, tokens)
+        if self._copies is None:
+            return ReadyKV(self._blocks(packed, tokens))
+        # Packed on the compute stream, so in order with what writes the pages before and after; the copy reads only what was packed.
+        self._copies.wait_stream(torch.cuda.current_stream(self._copies.device))
+        host = [torch.empty(values.shape, dtype=values.dtype, pin_memory=True) for values in packed]
+        with torch.cuda.stream(self._copies):
+            for there, values in zip(host, packed, strict=True):
+                there.copy_(values, non_blocking=True)
+                values.record_stream(self._copies)  # its memory is not given out again before the copy is done
+            copied = torch.cuda.Event()
+            copied.record(self._copies)
+        return _Copying(copied, partial(self._blocks, host, tokens))
+
+    def _packed(self, page_table: np.ndarray, tokens: TokenRange) -> list[torch.Tensor]:
+        """Per plane [layers, tokens, heads, dim], on the device."""
+        packed = []
         for plane in self._group.planes:
             pool = self._planes[plane.name]
-            heads = HeadRange(0, plane.num_heads)
-            rows = self._rows(page_table, tokens, heads, plane)
-            values = pack_tokens(pool.unbind(0), rows, len(heads))
-            blocks.append(KVBlock(plane.name, LayerRange(0, len(pool)), tokens, heads, to_numpy(values)))
-        return tuple(blocks)
+            rows = self._rows(page_table, tokens, HeadRange(0, plane.num_heads), plane)
+            packed.append(pack_tokens(pool.unbind(0), rows, plane.num_heads))
+        return packed
+
+    def _blocks(self, packed: list[torch.Tensor], tokens: TokenRange) -> tuple[KVBlock, ...]:
+        layers = LayerRange(0, len(self.layers))
+        return tuple(
+            KVBlock(plane.name, layers, tokens, HeadRange(0, plane.num_heads), to_numpy(values))
+            for plane, values in zip(self._group.planes, packed, strict=True)
+        )
 
     def write(self, page_table: np.ndarray, block: KVBlock) -> None:
         """Place a block, already checked, into its slots and into no other."""
         plane = next(plane for plane in self._group.planes if plane.name == block.plane)
         pool = self._planes[plane.name]
         rows = self._rows(page_table, block.tokens, block.heads, plane)
-        values = to_torch(block.values).to(pool.device)
+        values = to_torch(block.values)
+        if self._copies is not None:
+            values = values.pin_memory()  # a copy, so the block's memory is free; from here the device fetches it while the next one comes
+        values = values.to(pool.device, non_blocking=True)
         unpack_tokens(pool[block.layers.start : block.layers.stop].unbind(0), rows, values)
 
     def copy_page(self, source: int, destination: int) -> None:
@@ -57,6 +90,22 @@ class KVPool:
         head_ids = np.arange(heads.start, heads.stop)
         rows = slot_rows(pages, positions % self.page_size, head_ids, plane.num_heads, self.page_size)
         return to_torch(rows).to(self._planes[plane.name].device)
+
+
+@dataclass(frozen=True)
+class _Copying:
+    """See :class:`pddbridge.engine.PendingKV`."""
+
+    copied: torch.cuda.Event
+    make: Callable[[], tuple[KVBlock, ...]]
+
+    @property
+    def ready(self) -> bool:
+        return bool(self.copied.query())
+
+    def blocks(self) -> tuple[KVBlock, ...]:
+        self.copied.synchronize()
+        return self.make()
 
 
 def _single_group(spec: KVSpec) -> tuple[KVGroup]:

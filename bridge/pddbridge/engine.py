@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -102,6 +102,28 @@ class EngineStats:
     fallbacks: dict[str, int]
 
 
+class PendingKV(Protocol):
+    """KV on its way to the host."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``blocks`` returns without waiting."""
+
+    def blocks(self) -> tuple[KVBlock, ...]:
+        """Wait for the copy; as ``Engine.read_kv``. Called once, or never."""
+
+
+@dataclass(frozen=True)
+class ReadyKV:
+    """A :class:`PendingKV` that is there already."""
+
+    values: tuple[KVBlock, ...]
+    ready: bool = True
+
+    def blocks(self) -> tuple[KVBlock, ...]:
+        return self.values
+
+
 class Engine(Protocol):
     """See the module docstring. Construction loads weights; ``warm_up`` compiles every bucket."""
 
@@ -140,6 +162,25 @@ class Engine(Protocol):
         """Copy all slots of page ``source`` to page ``destination`` (copy-on-write inside a page)."""
 
     def stats(self) -> EngineStats: ...
+
+
+@runtime_checkable
+class OverlapsReads(Protocol):
+    """What an engine adds if its device can copy to the host while it computes. An engine without it is read with ``read_kv``."""
+
+    def start_read_kv(self, page_table: np.ndarray, tokens: TokenRange) -> PendingKV:
+        """As ``read_kv``, but return as soon as the copy is under way.
+
+        The values are those of the time of this call: later calls of the engine may write the same pages at once and do not wait for
+        ``blocks``; the engine orders them behind the copy, or copies from where they do not write.
+        """
+
+
+def start_read_kv(engine: Engine, page_table: np.ndarray, tokens: TokenRange) -> PendingKV:
+    """Begin to copy KV to the host, beside the compute that follows where ``engine`` can."""
+    if isinstance(engine, OverlapsReads):
+        return engine.start_read_kv(page_table, tokens)
+    return ReadyKV(engine.read_kv(page_table, tokens))
 
 
 class EngineFactory(Protocol):

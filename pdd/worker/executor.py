@@ -19,6 +19,7 @@ from pdd.worker.fairness import TenantService
 from pdd.worker.kv_memory import KVMemory
 from pdd.worker.metrics import Counters
 from pdd.worker.push_feed import PushFeed
+from pdd.worker.push_reads import PushReads
 from pdd.worker.request import IngestError, Phase, RequestState
 from pdd.worker.scheduler import RowDemand, StepBudget, plan_step
 from pdd.worker.token_sequence import TokenSequence
@@ -60,6 +61,7 @@ class Executor:
         self._service = TenantService()
         self._admission = Admission(self._memory, self._service)
         self._num_opened = 0
+        self._push_reads = PushReads(engine, emit, self._fail)
         self._counters = Counters()
         self._compilations_at_start = engine.stats().compilations
 
@@ -110,6 +112,7 @@ class Executor:
         """Plan and run one step. False when no row could run."""
         rows = self._plan_rows()
         if not rows:
+            self._push_reads.collect()
             return False
         self._counters.steps += 1
         try:
@@ -119,6 +122,7 @@ class Executor:
             for row in rows:
                 self._fail(row.request, Code.INTERNAL, f"engine step failed: {error}")
             return True
+        self._push_reads.collect()  # what earlier steps computed: it was copied while this one was planned and dispatched
         self._apply(rows, result)
         return True
 
@@ -195,6 +199,7 @@ class Executor:
         if request is None:
             return
         self._admission.remove(request)
+        self._push_reads.forget(request)
         self._service.leave(request.tenant)
         self._memory.release(request)
 
@@ -294,22 +299,14 @@ class Executor:
                 request.chunks_waited += 1
 
     def _read_for_push(self, request: RequestState) -> None:
-        """Copy to the host what receivers have room for. Prefix hits are pushed like computed positions."""
-        if request.push is None or request.phase is not Phase.ACTIVE:
-            return
-        page_table = np.array(request.pages, dtype=np.int32)
-        while (read := request.push.next_read(request.kv_len)) is not None:
-            try:
-                blocks = self._engine.read_kv(page_table, read.tokens)
-            except Exception as error:
-                logger.exception("request %s: read_kv failed", request.request_id)
-                self._fail(request, Code.INTERNAL, f"reading KV failed: {error}")
-                return
-            self._emit(request.request_id, m.KVRead(read.tokens, blocks, read.targets))
+        """Prefix hits are pushed like computed positions."""
+        if request.phase is Phase.ACTIVE:
+            self._push_reads.start(request)
 
     def _fail(self, request: RequestState, code: Code, message: str) -> None:
         """End ``request``. Its pages stay until it is closed: a transfer may still write them."""
         self._admission.remove(request)
+        self._push_reads.forget(request)
         request.phase = Phase.OVER
         self._emit(request.request_id, m.Failed(code, message))
 

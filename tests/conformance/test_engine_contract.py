@@ -15,12 +15,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pddbridge.engine import Engine, KVBlock, Step
+from pddbridge.engine import Engine, KVBlock, Step, start_read_kv
 from pddbridge.kv_spec import KV_DTYPES, HeadRange, LayerRange, TokenRange
 from pddbridge.sampling import sample
 from pddbridge.sampling_params import SamplingParams
 from tests.support import oracle
 from tests.support.engines import GREEDY, MODULES, Row, decode_greedy, make_engine, prefill, random_ids, relative_error, step_of
+from tests.support.kv import bits
 from tests.support.tiny_models import make_tiny_llama
 
 EXACT = 1e-5  # relative, float32 compute and KV
@@ -344,6 +345,32 @@ def test_long_ranges_and_single_tokens_are_read_as_written(engine: Engine) -> No
         assert (k.plane, v.plane) == ("k", "v")
         assert np.array_equal(v.values, values[:, start:stop])
         assert np.array_equal(k.values, -values[:, start:stop])
+
+
+@pytest.mark.parametrize("way", ["step", "write_kv", "copy_page"])
+def test_kv_that_is_on_its_way_to_the_host_is_what_was_there_whatever_is_written_since(engine: Engine, way: str) -> None:
+    pages, spare = pages_for(engine, 40), pages_for(engine, 40, 1)
+    prefill(engine, random_ids(8, 40), pages)
+    tokens = TokenRange(3, 38)
+    want = engine.read_kv(table_of(pages), tokens)
+    under_way = [start_read_kv(engine, table_of(pages), tokens)]
+    if (pool := getattr(engine, "_pool", None)) is not None:  # what the engine does on a device, on this one
+        under_way.append(pool.start_read(table_of(pages), tokens))
+    match way:
+        case "step":
+            prefill(engine, random_ids(9, 40), pages)
+        case "write_kv":
+            fill(engine, pages, 0.25)
+        case _:
+            for source, destination in zip(spare, pages, strict=True):
+                engine.copy_page(source, destination)
+    assert not np.array_equal(bits(engine.read_kv(table_of(pages), tokens)[0].values), bits(want[0].values))
+    for copy in under_way:
+        for block, before in zip(copy.blocks(), want, strict=True):
+            assert (block.plane, block.layers, block.tokens, block.heads) == (before.plane, before.layers, before.tokens, before.heads)
+            assert np.array_equal(bits(block.values), bits(before.values))
+    with pytest.raises(ValueError, match="page_table"):
+        start_read_kv(engine, table_of(pages[:1]), tokens)
 
 
 def test_copy_page_copies_every_slot_and_only_that_page(engine: Engine) -> None:
