@@ -56,7 +56,7 @@ class WorkerConfig(_Strict):
     """One worker process. ``port`` and ``kv_port`` may be left out: the launcher then picks free ones. ``model``: where this worker finds
     the model, if not where the config says (GGUF at one site, safetensors at the other); the handshake refuses a different one.
     ``max_decode_wait_chunks``: steps with a prefill chunk that a decode row is left out of at most, where there are more rows than
-    ``max_rows``.
+    ``max_rows``. ``host_cache_mib``: of host memory for cached pages that must leave the device; 0: they vanish.
     """
 
     name: Name
@@ -74,9 +74,16 @@ class WorkerConfig(_Strict):
     max_decode_wait_chunks: Annotated[int, Field(ge=1)] = 1
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     prefix_cache: bool = True
+    host_cache_mib: Annotated[int, Field(ge=0)] = 0
     host: str = "127.0.0.1"
     port: Port | None = None
     kv_port: Port | None = None
+
+    @model_validator(mode="after")
+    def _tiers_go_together(self) -> WorkerConfig:
+        if self.host_cache_mib and not self.prefix_cache:
+            raise ValueError(f"host_cache_mib: given {self.host_cache_mib}, which needs prefix_cache: true")
+        return self
 
     @model_validator(mode="after")
     def _pool_holds_one_request(self) -> WorkerConfig:

@@ -101,7 +101,7 @@ async def _run(config: LaunchConfig, worker: WorkerConfig, topology: Topology, c
         service.fail_all(Code.INTERNAL, f"the worker crashed: {error}")
         crash.set_exception(WorkerError(f"the step loop crashed: {error!r}"))
 
-    limits = ExecutorLimits(max_decode_wait_chunks=worker.max_decode_wait_chunks)
+    limits = ExecutorLimits(max_decode_wait_chunks=worker.max_decode_wait_chunks, host_cache_bytes=worker.host_cache_mib * 2**20)
     report("loading", what=f"{worker.model or config.model} into {worker.engine}")
     step_loop = StepLoop(make_engine, loop, service.deliver, crashed, _report_warm_up, worker.prefix_cache, limits)
     step_loop.start()

@@ -30,6 +30,11 @@ def set_in(*path_and_value: object) -> Callable[[Raw], None]:
     return change
 
 
+def set_second_tier_alone(raw: Raw) -> None:
+    set_in("workers", 0, "prefix_cache", False)(raw)
+    set_in("workers", 0, "host_cache_mib", 4)(raw)
+
+
 MISTAKES = {
     "unknown field": (set_in("policy", "pipelines", "auto"), "policy.pipelines"),
     "unknown engine": (set_in("workers", 0, "engine", "onnx"), "workers.0.engine"),
@@ -47,6 +52,7 @@ MISTAKES = {
     "port of both doors": (set_in("serving", "grpc_port", 8000), "serving.grpc_port"),
     "port 0": (set_in("serving", "http_port", 0), "serving.http_port"),
     "no main": (set_in("workers", 2, "role", "relay"), "'main'"),
+    "second tier without a first": (set_second_tier_alone, "host_cache_mib"),
     "threads absurd": (set_in("workers", 0, "threads", 100_000), "workers.0.threads"),
 }
 

@@ -14,6 +14,7 @@ from pdd.worker.radix import PageTokens
 from pddbridge.kv_spec import TokenRange
 from tests.support.executor_driver import ExecutorDriver
 from tests.support.fake_engine import KV_SPEC, FakeEngine, blocks_of, expected_log
+from tests.support.worker_harness import WorkerHarness
 
 SIZE = 3
 PAGE_BYTES = SIZE * KV_SPEC.bytes_per_token
@@ -199,3 +200,17 @@ def test_a_failing_write_fails_the_request_alone() -> None:
     engine.write_kv = write  # type: ignore[method-assign]
     driver.assert_idle()
     assert serve(driver, "r4", SECOND) > 0
+
+
+async def test_the_ledger_shows_the_second_tier() -> None:
+    limits = ExecutorLimits(host_cache_bytes=20 * PAGE_BYTES)
+    async with WorkerHarness("w", lambda: FakeEngine(page_size=SIZE, num_pages=6, max_context=18), limits=limits) as worker:
+        for request_id, prompt in (("r1", FIRST), ("r2", SECOND), ("r3", FIRST)):
+            stream = worker.attach().open(request_id, prompt)
+            assert await stream.tokens(2) == expected_log(prompt, 2)
+            await stream.half_close()
+            ledger = await worker.assert_idle()
+        assert ledger.host_pages * PAGE_BYTES == ledger.host_bytes > 0
+        assert ledger.host_capacity_bytes == 20 * PAGE_BYTES
+        assert ledger.host_hit_tokens > 0
+        assert ledger.host_pages_lost == 0

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pddbridge.rpc.gen import common_pb2 as pdd_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13pdd/v1/worker.proto\x12\x06pdd.v1\x1a\x13pdd/v1/common.proto\"\r\n\x0bInfoRequest\"\x83\x03\n\nWorkerInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\t\x12\x12\n\nmodel_name\x18\x06 \x01(\t\x12\r\n\x05ready\x18\x07 \x01(\x08\x12\x11\n\tpage_size\x18\x08 \x01(\r\x12\x11\n\tnum_pages\x18\t \x01(\r\x12\x1a\n\x12max_context_tokens\x18\n \x01(\r\x12\x1a\n\x12kv_bytes_per_token\x18\x0b \x01(\x04\x12\x12\n\nvocab_size\x18\x0c \x01(\r\x12\x10\n\x08kv_dtype\x18\r \x01(\t\x12\x0e\n\x06layout\x18\x0e \x01(\t\x12\x13\n\x0bnum_running\x18\x0f \x01(\r\x12\x10\n\x08max_rows\x18\x10 \x01(\r\x12\x10\n\x08kv_links\x18\x11 \x03(\t\x12\x11\n\tnixl_port\x18\x12 \x01(\r\x12 \n\x05links\x18\x13 \x03(\x0b\x32\x11.pdd.v1.LinkState\"\x9c\x02\n\tLinkState\x12\x10\n\x08receiver\x18\x01 \x01(\t\x12\x0c\n\x04link\x18\x02 \x01(\t\x12\x1c\n\x0fgoodput_bytes_s\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x19\n\x0cwire_bytes_s\x18\x04 \x01(\x01H\x01\x88\x01\x01\x12\x19\n\x0cround_trip_s\x18\x05 \x01(\x01H\x02\x88\x01\x01\x12\x14\n\x0cqueued_bytes\x18\x06 \x01(\x04\x12\x17\n\x0fnum_connections\x18\x07 \x01(\r\x12\x10\n\x08kv_bytes\x18\x08 \x01(\x04\x12\x15\n\rkv_wire_bytes\x18\t \x01(\x04\x12\r\n\x05\x63odec\x18\n \x01(\tB\x12\n\x10_goodput_bytes_sB\x0f\n\r_wire_bytes_sB\x0f\n\r_round_trip_s\"\x0f\n\rLedgerRequest\"\xf2\x07\n\x0bLedgerReply\x12\x13\n\x0btotal_pages\x18\x01 \x01(\r\x12\x12\n\nfree_pages\x18\x02 \x01(\r\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\x03 \x01(\r\x12\x14\n\x0cpinned_pages\x18\x04 \x01(\r\x12\x14\n\x0cnum_requests\x18\x05 \x01(\r\x12\x1e\n\x16num_incoming_transfers\x18\x06 \x01(\r\x12\x1e\n\x16num_outgoing_transfers\x18\x07 \x01(\r\x12\x1e\n\x16\x63omputed_prompt_tokens\x18\x08 \x01(\x04\x12\x1b\n\x13\x63omputed_log_tokens\x18\t \x01(\x04\x12\x16\n\x0esampled_tokens\x18\n \x01(\x04\x12\x19\n\x11kv_bytes_received\x18\x0b \x01(\x04\x12\x15\n\rkv_bytes_sent\x18\x0c \x01(\x04\x12\x16\n\x0e\x66rames_refused\x18\r \x01(\x04\x12\x1b\n\x13late_frames_dropped\x18\x0e \x01(\x04\x12 \n\x18\x63ompilations_after_ready\x18\x0f \x01(\x04\x12\r\n\x05steps\x18\x10 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x11 \x01(\x04\x12\x42\n\x10\x65ngine_fallbacks\x18\x12 \x03(\x0b\x32(.pdd.v1.LedgerReply.EngineFallbacksEntry\x12\x34\n\tkv_pushes\x18\x13 \x03(\x0b\x32!.pdd.v1.LedgerReply.KvPushesEntry\x12\x43\n\x11kv_link_fallbacks\x18\x14 \x03(\x0b\x32(.pdd.v1.LedgerReply.KvLinkFallbacksEntry\x12\x1e\n\x16kv_wire_bytes_received\x18\x15 \x01(\x04\x12\x1a\n\x12kv_wire_bytes_sent\x18\x16 \x01(\x04\x12\x34\n\tkv_codecs\x18\x17 \x03(\x0b\x32!.pdd.v1.LedgerReply.KvCodecsEntry\x12\x17\n\x0fkv_coding_ratio\x18\x18 \x01(\x01\x12\x1a\n\x12kv_codecs_declined\x18\x19 \x01(\x04\x1a\x36\n\x14\x45ngineFallbacksEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a/\n\rKvPushesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x36\n\x14KvLinkFallbacksEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a/\n\rKvCodecsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"x\n\rWorkerCommand\x12\x1c\n\x04open\x18\x01 \x01(\x0b\x32\x0c.pdd.v1.OpenH\x00\x12 \n\x06ingest\x18\x02 \x01(\x0b\x32\x0e.pdd.v1.IngestH\x00\x12\x1c\n\x04seal\x18\x03 \x01(\x0b\x32\x0c.pdd.v1.SealH\x00\x42\t\n\x07\x63ommand\"\x9e\x02\n\x04Open\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x12\n\nprompt_ids\x18\x03 \x03(\x05\x12(\n\x08sampling\x18\x04 \x01(\x0b\x32\x16.pdd.v1.SamplingParams\x12#\n\tkv_source\x18\x05 \x01(\x0e\x32\x10.pdd.v1.KvSource\x12#\n\x07push_to\x18\x06 \x03(\x0b\x32\x12.pdd.v1.PushTarget\x12\x0e\n\x06\x64\x65\x63ode\x18\x07 \x01(\x08\x12\x0f\n\x07log_ids\x18\x08 \x03(\x05\x12\x11\n\ttimeout_s\x18\t \x01(\x01\x12\x1f\n\x12max_propose_tokens\x18\n \x01(\rH\x00\x88\x01\x01\x42\x15\n\x13_max_propose_tokens\"\x92\x01\n\nPushTarget\x12\x0e\n\x06target\x18\x01 \x01(\t\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0c\n\x04port\x18\x03 \x01(\r\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x13\n\x0btransfer_id\x18\x05 \x01(\x04\x12\x13\n\x0b\x66irst_token\x18\x06 \x01(\r\x12\x0c\n\x04link\x18\x07 \x01(\t\x12\x11\n\tnixl_port\x18\x08 \x01(\r\"=\n\x06Ingest\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x0e\n\x06\x64\x65\x63ode\x18\x03 \x01(\x08\"\x06\n\x04Seal\"\xbd\x02\n\x0bWorkerEvent\x12$\n\x08reserved\x18\x01 \x01(\x0b\x32\x10.pdd.v1.ReservedH\x00\x12&\n\tprefilled\x18\x02 \x01(\x0b\x32\x11.pdd.v1.PrefilledH\x00\x12)\n\x0bkv_complete\x18\x03 \x01(\x0b\x32\x12.pdd.v1.KvCompleteH\x00\x12 \n\x06pushed\x18\x04 \x01(\x0b\x32\x0e.pdd.v1.PushedH\x00\x12 \n\x06tokens\x18\x05 \x01(\x0b\x32\x0e.pdd.v1.TokensH\x00\x12$\n\x08ingested\x18\x06 \x01(\x0b\x32\x10.pdd.v1.IngestedH\x00\x12 \n\x06sealed\x18\x07 \x01(\x0b\x32\x0e.pdd.v1.SealedH\x00\x12 \n\x06\x66\x61iled\x18\x08 \x01(\x0b\x32\x0e.pdd.v1.FailedH\x00\x42\x07\n\x05\x65vent\"B\n\x08Reserved\x12\x12\n\nhit_tokens\x18\x01 \x01(\r\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x04\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"$\n\tPrefilled\x12\x17\n\x0f\x63omputed_tokens\x18\x01 \x01(\r\"Z\n\nKvComplete\x12\x17\n\x0freceived_tokens\x18\x01 \x01(\r\x12\x16\n\x0ereceived_bytes\x18\x02 \x01(\x04\x12\x1b\n\x13received_wire_bytes\x18\x03 \x01(\x04\"Z\n\x06Pushed\x12\x0e\n\x06target\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\r\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x12\n\nwire_bytes\x18\x04 \x01(\x04\x12\r\n\x05\x63odec\x18\x05 \x01(\t\"@\n\x06Tokens\x12\x10\n\x08position\x18\x01 \x01(\r\x12$\n\x07records\x18\x02 \x03(\x0b\x32\x13.pdd.v1.TokenRecord\"\x1a\n\x08Ingested\x12\x0e\n\x06length\x18\x01 \x01(\r\"\x18\n\x06Sealed\x12\x0e\n\x06length\x18\x01 \x01(\r\"7\n\x06\x46\x61iled\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0e\n\x06target\x18\x03 \x01(\t*T\n\x08KvSource\x12\x19\n\x15KV_SOURCE_UNSPECIFIED\x10\x00\x12\x15\n\x11KV_SOURCE_COMPUTE\x10\x01\x12\x16\n\x12KV_SOURCE_TRANSFER\x10\x02\x32\xa9\x01\n\x06Worker\x12/\n\x04Info\x12\x13.pdd.v1.InfoRequest\x1a\x12.pdd.v1.WorkerInfo\x12\x34\n\x06Ledger\x12\x15.pdd.v1.LedgerRequest\x1a\x13.pdd.v1.LedgerReply\x12\x38\n\x06\x41ttach\x12\x15.pdd.v1.WorkerCommand\x1a\x13.pdd.v1.WorkerEvent(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13pdd/v1/worker.proto\x12\x06pdd.v1\x1a\x13pdd/v1/common.proto\"\r\n\x0bInfoRequest\"\x83\x03\n\nWorkerInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\t\x12\x12\n\nmodel_name\x18\x06 \x01(\t\x12\r\n\x05ready\x18\x07 \x01(\x08\x12\x11\n\tpage_size\x18\x08 \x01(\r\x12\x11\n\tnum_pages\x18\t \x01(\r\x12\x1a\n\x12max_context_tokens\x18\n \x01(\r\x12\x1a\n\x12kv_bytes_per_token\x18\x0b \x01(\x04\x12\x12\n\nvocab_size\x18\x0c \x01(\r\x12\x10\n\x08kv_dtype\x18\r \x01(\t\x12\x0e\n\x06layout\x18\x0e \x01(\t\x12\x13\n\x0bnum_running\x18\x0f \x01(\r\x12\x10\n\x08max_rows\x18\x10 \x01(\r\x12\x10\n\x08kv_links\x18\x11 \x03(\t\x12\x11\n\tnixl_port\x18\x12 \x01(\r\x12 \n\x05links\x18\x13 \x03(\x0b\x32\x11.pdd.v1.LinkState\"\x9c\x02\n\tLinkState\x12\x10\n\x08receiver\x18\x01 \x01(\t\x12\x0c\n\x04link\x18\x02 \x01(\t\x12\x1c\n\x0fgoodput_bytes_s\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x19\n\x0cwire_bytes_s\x18\x04 \x01(\x01H\x01\x88\x01\x01\x12\x19\n\x0cround_trip_s\x18\x05 \x01(\x01H\x02\x88\x01\x01\x12\x14\n\x0cqueued_bytes\x18\x06 \x01(\x04\x12\x17\n\x0fnum_connections\x18\x07 \x01(\r\x12\x10\n\x08kv_bytes\x18\x08 \x01(\x04\x12\x15\n\rkv_wire_bytes\x18\t \x01(\x04\x12\r\n\x05\x63odec\x18\n \x01(\tB\x12\n\x10_goodput_bytes_sB\x0f\n\r_wire_bytes_sB\x0f\n\r_round_trip_s\"\x0f\n\rLedgerRequest\"\xe9\x08\n\x0bLedgerReply\x12\x13\n\x0btotal_pages\x18\x01 \x01(\r\x12\x12\n\nfree_pages\x18\x02 \x01(\r\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\x03 \x01(\r\x12\x14\n\x0cpinned_pages\x18\x04 \x01(\r\x12\x14\n\x0cnum_requests\x18\x05 \x01(\r\x12\x1e\n\x16num_incoming_transfers\x18\x06 \x01(\r\x12\x1e\n\x16num_outgoing_transfers\x18\x07 \x01(\r\x12\x1e\n\x16\x63omputed_prompt_tokens\x18\x08 \x01(\x04\x12\x1b\n\x13\x63omputed_log_tokens\x18\t \x01(\x04\x12\x16\n\x0esampled_tokens\x18\n \x01(\x04\x12\x19\n\x11kv_bytes_received\x18\x0b \x01(\x04\x12\x15\n\rkv_bytes_sent\x18\x0c \x01(\x04\x12\x16\n\x0e\x66rames_refused\x18\r \x01(\x04\x12\x1b\n\x13late_frames_dropped\x18\x0e \x01(\x04\x12 \n\x18\x63ompilations_after_ready\x18\x0f \x01(\x04\x12\r\n\x05steps\x18\x10 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x11 \x01(\x04\x12\x42\n\x10\x65ngine_fallbacks\x18\x12 \x03(\x0b\x32(.pdd.v1.LedgerReply.EngineFallbacksEntry\x12\x34\n\tkv_pushes\x18\x13 \x03(\x0b\x32!.pdd.v1.LedgerReply.KvPushesEntry\x12\x43\n\x11kv_link_fallbacks\x18\x14 \x03(\x0b\x32(.pdd.v1.LedgerReply.KvLinkFallbacksEntry\x12\x1e\n\x16kv_wire_bytes_received\x18\x15 \x01(\x04\x12\x1a\n\x12kv_wire_bytes_sent\x18\x16 \x01(\x04\x12\x34\n\tkv_codecs\x18\x17 \x03(\x0b\x32!.pdd.v1.LedgerReply.KvCodecsEntry\x12\x17\n\x0fkv_coding_ratio\x18\x18 \x01(\x01\x12\x1a\n\x12kv_codecs_declined\x18\x19 \x01(\x04\x12\x12\n\nhost_pages\x18\x1a \x01(\x04\x12\x12\n\nhost_bytes\x18\x1b \x01(\x04\x12\x1b\n\x13host_capacity_bytes\x18\x1c \x01(\x04\x12\x17\n\x0fhost_hit_tokens\x18\x1d \x01(\x04\x12\x17\n\x0fhost_pages_lost\x18\x1e \x01(\x04\x1a\x36\n\x14\x45ngineFallbacksEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a/\n\rKvPushesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x36\n\x14KvLinkFallbacksEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a/\n\rKvCodecsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"x\n\rWorkerCommand\x12\x1c\n\x04open\x18\x01 \x01(\x0b\x32\x0c.pdd.v1.OpenH\x00\x12 \n\x06ingest\x18\x02 \x01(\x0b\x32\x0e.pdd.v1.IngestH\x00\x12\x1c\n\x04seal\x18\x03 \x01(\x0b\x32\x0c.pdd.v1.SealH\x00\x42\t\n\x07\x63ommand\"\x9e\x02\n\x04Open\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x12\n\nprompt_ids\x18\x03 \x03(\x05\x12(\n\x08sampling\x18\x04 \x01(\x0b\x32\x16.pdd.v1.SamplingParams\x12#\n\tkv_source\x18\x05 \x01(\x0e\x32\x10.pdd.v1.KvSource\x12#\n\x07push_to\x18\x06 \x03(\x0b\x32\x12.pdd.v1.PushTarget\x12\x0e\n\x06\x64\x65\x63ode\x18\x07 \x01(\x08\x12\x0f\n\x07log_ids\x18\x08 \x03(\x05\x12\x11\n\ttimeout_s\x18\t \x01(\x01\x12\x1f\n\x12max_propose_tokens\x18\n \x01(\rH\x00\x88\x01\x01\x42\x15\n\x13_max_propose_tokens\"\x92\x01\n\nPushTarget\x12\x0e\n\x06target\x18\x01 \x01(\t\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0c\n\x04port\x18\x03 \x01(\r\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x13\n\x0btransfer_id\x18\x05 \x01(\x04\x12\x13\n\x0b\x66irst_token\x18\x06 \x01(\r\x12\x0c\n\x04link\x18\x07 \x01(\t\x12\x11\n\tnixl_port\x18\x08 \x01(\r\"=\n\x06Ingest\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x0e\n\x06\x64\x65\x63ode\x18\x03 \x01(\x08\"\x06\n\x04Seal\"\xbd\x02\n\x0bWorkerEvent\x12$\n\x08reserved\x18\x01 \x01(\x0b\x32\x10.pdd.v1.ReservedH\x00\x12&\n\tprefilled\x18\x02 \x01(\x0b\x32\x11.pdd.v1.PrefilledH\x00\x12)\n\x0bkv_complete\x18\x03 \x01(\x0b\x32\x12.pdd.v1.KvCompleteH\x00\x12 \n\x06pushed\x18\x04 \x01(\x0b\x32\x0e.pdd.v1.PushedH\x00\x12 \n\x06tokens\x18\x05 \x01(\x0b\x32\x0e.pdd.v1.TokensH\x00\x12$\n\x08ingested\x18\x06 \x01(\x0b\x32\x10.pdd.v1.IngestedH\x00\x12 \n\x06sealed\x18\x07 \x01(\x0b\x32\x0e.pdd.v1.SealedH\x00\x12 \n\x06\x66\x61iled\x18\x08 \x01(\x0b\x32\x0e.pdd.v1.FailedH\x00\x42\x07\n\x05\x65vent\"B\n\x08Reserved\x12\x12\n\nhit_tokens\x18\x01 \x01(\r\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x04\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"$\n\tPrefilled\x12\x17\n\x0f\x63omputed_tokens\x18\x01 \x01(\r\"Z\n\nKvComplete\x12\x17\n\x0freceived_tokens\x18\x01 \x01(\r\x12\x16\n\x0ereceived_bytes\x18\x02 \x01(\x04\x12\x1b\n\x13received_wire_bytes\x18\x03 \x01(\x04\"Z\n\x06Pushed\x12\x0e\n\x06target\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\r\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x12\n\nwire_bytes\x18\x04 \x01(\x04\x12\r\n\x05\x63odec\x18\x05 \x01(\t\"@\n\x06Tokens\x12\x10\n\x08position\x18\x01 \x01(\r\x12$\n\x07records\x18\x02 \x03(\x0b\x32\x13.pdd.v1.TokenRecord\"\x1a\n\x08Ingested\x12\x0e\n\x06length\x18\x01 \x01(\r\"\x18\n\x06Sealed\x12\x0e\n\x06length\x18\x01 \x01(\r\"7\n\x06\x46\x61iled\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0e\n\x06target\x18\x03 \x01(\t*T\n\x08KvSource\x12\x19\n\x15KV_SOURCE_UNSPECIFIED\x10\x00\x12\x15\n\x11KV_SOURCE_COMPUTE\x10\x01\x12\x16\n\x12KV_SOURCE_TRANSFER\x10\x02\x32\xa9\x01\n\x06Worker\x12/\n\x04Info\x12\x13.pdd.v1.InfoRequest\x1a\x12.pdd.v1.WorkerInfo\x12\x34\n\x06Ledger\x12\x15.pdd.v1.LedgerRequest\x1a\x13.pdd.v1.LedgerReply\x12\x38\n\x06\x41ttach\x12\x15.pdd.v1.WorkerCommand\x1a\x13.pdd.v1.WorkerEvent(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,8 +40,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LEDGERREPLY_KVLINKFALLBACKSENTRY']._serialized_options = b'8\001'
   _globals['_LEDGERREPLY_KVCODECSENTRY']._loaded_options = None
   _globals['_LEDGERREPLY_KVCODECSENTRY']._serialized_options = b'8\001'
-  _globals['_KVSOURCE']._serialized_start=3192
-  _globals['_KVSOURCE']._serialized_end=3276
+  _globals['_KVSOURCE']._serialized_start=3311
+  _globals['_KVSOURCE']._serialized_end=3395
   _globals['_INFOREQUEST']._serialized_start=52
   _globals['_INFOREQUEST']._serialized_end=65
   _globals['_WORKERINFO']._serialized_start=68
@@ -51,43 +51,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LEDGERREQUEST']._serialized_start=744
   _globals['_LEDGERREQUEST']._serialized_end=759
   _globals['_LEDGERREPLY']._serialized_start=762
-  _globals['_LEDGERREPLY']._serialized_end=1772
-  _globals['_LEDGERREPLY_ENGINEFALLBACKSENTRY']._serialized_start=1564
-  _globals['_LEDGERREPLY_ENGINEFALLBACKSENTRY']._serialized_end=1618
-  _globals['_LEDGERREPLY_KVPUSHESENTRY']._serialized_start=1620
-  _globals['_LEDGERREPLY_KVPUSHESENTRY']._serialized_end=1667
-  _globals['_LEDGERREPLY_KVLINKFALLBACKSENTRY']._serialized_start=1669
-  _globals['_LEDGERREPLY_KVLINKFALLBACKSENTRY']._serialized_end=1723
-  _globals['_LEDGERREPLY_KVCODECSENTRY']._serialized_start=1725
-  _globals['_LEDGERREPLY_KVCODECSENTRY']._serialized_end=1772
-  _globals['_WORKERCOMMAND']._serialized_start=1774
-  _globals['_WORKERCOMMAND']._serialized_end=1894
-  _globals['_OPEN']._serialized_start=1897
-  _globals['_OPEN']._serialized_end=2183
-  _globals['_PUSHTARGET']._serialized_start=2186
-  _globals['_PUSHTARGET']._serialized_end=2332
-  _globals['_INGEST']._serialized_start=2334
-  _globals['_INGEST']._serialized_end=2395
-  _globals['_SEAL']._serialized_start=2397
-  _globals['_SEAL']._serialized_end=2403
-  _globals['_WORKEREVENT']._serialized_start=2406
-  _globals['_WORKEREVENT']._serialized_end=2723
-  _globals['_RESERVED']._serialized_start=2725
-  _globals['_RESERVED']._serialized_end=2791
-  _globals['_PREFILLED']._serialized_start=2793
-  _globals['_PREFILLED']._serialized_end=2829
-  _globals['_KVCOMPLETE']._serialized_start=2831
-  _globals['_KVCOMPLETE']._serialized_end=2921
-  _globals['_PUSHED']._serialized_start=2923
-  _globals['_PUSHED']._serialized_end=3013
-  _globals['_TOKENS']._serialized_start=3015
-  _globals['_TOKENS']._serialized_end=3079
-  _globals['_INGESTED']._serialized_start=3081
-  _globals['_INGESTED']._serialized_end=3107
-  _globals['_SEALED']._serialized_start=3109
-  _globals['_SEALED']._serialized_end=3133
-  _globals['_FAILED']._serialized_start=3135
-  _globals['_FAILED']._serialized_end=3190
-  _globals['_WORKER']._serialized_start=3279
-  _globals['_WORKER']._serialized_end=3448
+  _globals['_LEDGERREPLY']._serialized_end=1891
+  _globals['_LEDGERREPLY_ENGINEFALLBACKSENTRY']._serialized_start=1683
+  _globals['_LEDGERREPLY_ENGINEFALLBACKSENTRY']._serialized_end=1737
+  _globals['_LEDGERREPLY_KVPUSHESENTRY']._serialized_start=1739
+  _globals['_LEDGERREPLY_KVPUSHESENTRY']._serialized_end=1786
+  _globals['_LEDGERREPLY_KVLINKFALLBACKSENTRY']._serialized_start=1788
+  _globals['_LEDGERREPLY_KVLINKFALLBACKSENTRY']._serialized_end=1842
+  _globals['_LEDGERREPLY_KVCODECSENTRY']._serialized_start=1844
+  _globals['_LEDGERREPLY_KVCODECSENTRY']._serialized_end=1891
+  _globals['_WORKERCOMMAND']._serialized_start=1893
+  _globals['_WORKERCOMMAND']._serialized_end=2013
+  _globals['_OPEN']._serialized_start=2016
+  _globals['_OPEN']._serialized_end=2302
+  _globals['_PUSHTARGET']._serialized_start=2305
+  _globals['_PUSHTARGET']._serialized_end=2451
+  _globals['_INGEST']._serialized_start=2453
+  _globals['_INGEST']._serialized_end=2514
+  _globals['_SEAL']._serialized_start=2516
+  _globals['_SEAL']._serialized_end=2522
+  _globals['_WORKEREVENT']._serialized_start=2525
+  _globals['_WORKEREVENT']._serialized_end=2842
+  _globals['_RESERVED']._serialized_start=2844
+  _globals['_RESERVED']._serialized_end=2910
+  _globals['_PREFILLED']._serialized_start=2912
+  _globals['_PREFILLED']._serialized_end=2948
+  _globals['_KVCOMPLETE']._serialized_start=2950
+  _globals['_KVCOMPLETE']._serialized_end=3040
+  _globals['_PUSHED']._serialized_start=3042
+  _globals['_PUSHED']._serialized_end=3132
+  _globals['_TOKENS']._serialized_start=3134
+  _globals['_TOKENS']._serialized_end=3198
+  _globals['_INGESTED']._serialized_start=3200
+  _globals['_INGESTED']._serialized_end=3226
+  _globals['_SEALED']._serialized_start=3228
+  _globals['_SEALED']._serialized_end=3252
+  _globals['_FAILED']._serialized_start=3254
+  _globals['_FAILED']._serialized_end=3309
+  _globals['_WORKER']._serialized_start=3398
+  _globals['_WORKER']._serialized_end=3567
 # @@protoc_insertion_point(module_scope)
