@@ -8,7 +8,7 @@ import numpy as np
 
 from pddbridge.engine import EngineConfig, Step
 from pddjax.buckets import Buckets, pick
-from pddkernels.ragged_paged_attention.portable_xla import plan_query_blocks
+from pddkernels.jax_ops import JaxOps
 
 
 class DecodeBatch(NamedTuple):
@@ -25,18 +25,15 @@ class DecodeBatch(NamedTuple):
 
 
 class RaggedBatch(NamedTuple):
-    """Any step, T tokens padded to a bucket: ``token_ids``, ``positions``, ``slots`` [T] i32 · ``page_tables`` [max_rows, P] i32 · query
-    blocks · ``sample_columns`` [max_rows] i32, which of the T hidden states choose a token.
+    """Any step, T tokens padded to a bucket: ``token_ids``, ``positions``, ``slots`` [T] i32 · ``page_tables`` [max_rows, P] i32 ·
+    ``plan`` of :meth:`pddkernels.jax_ops.JaxOps.plan` · ``sample_columns`` [max_rows] i32, which of the T hidden states choose a token.
     """
 
     token_ids: np.ndarray
     positions: np.ndarray
     slots: np.ndarray
     page_tables: np.ndarray
-    large_fields: np.ndarray
-    large_count: np.int32
-    small_fields: np.ndarray
-    small_count: np.int32
+    plan: tuple[np.ndarray, ...]
     sample_columns: np.ndarray
 
 
@@ -55,11 +52,11 @@ def padding_slots(config: EngineConfig, count: int) -> np.ndarray:
     return np.arange(count, dtype=np.int32) + np.int32(config.num_pages * config.page_size)
 
 
-def pack(step: Step, config: EngineConfig, buckets: Buckets) -> DecodeBatch | RaggedBatch:
+def pack(step: Step, config: EngineConfig, buckets: Buckets, ops: JaxOps) -> DecodeBatch | RaggedBatch:
     """The arrays of ``step`` in its smallest bucket: a decode batch if every row has one new token."""
     if len(step.token_ids) == len(step.context_lens):
         return _decode(step, config, pick(buckets.rows, len(step.context_lens)))
-    return _ragged(step, config, pick(buckets.tokens, len(step.token_ids)))
+    return _ragged(step, config, pick(buckets.tokens, len(step.token_ids)), ops)
 
 
 def empty_decode(config: EngineConfig, num_rows: int) -> DecodeBatch:
@@ -69,21 +66,18 @@ def empty_decode(config: EngineConfig, num_rows: int) -> DecodeBatch:
     return DecodeBatch(zeros, zeros, zeros, padding_slots(config, num_rows), tables, np.zeros(config.max_rows, np.int32))
 
 
-def empty_ragged(config: EngineConfig, num_tokens: int) -> RaggedBatch:
+def empty_ragged(config: EngineConfig, num_tokens: int, ops: JaxOps) -> RaggedBatch:
     """A batch of nothing but padding: it writes no page."""
     zeros = np.zeros(num_tokens, np.int32)
     nothing = np.zeros(0, np.int32)
-    large, small = plan_query_blocks(np.zeros(1, np.int32), nothing, num_tokens, config.max_rows)
+    plan = ops.plan(np.zeros(1, np.int32), nothing, num_tokens, config.max_rows)
     tables = np.zeros((config.max_rows, pages_per_row(config)), np.int32)
     return RaggedBatch(
         zeros,
         zeros,
         padding_slots(config, num_tokens),
         tables,
-        large.fields,
-        large.count,
-        small.fields,
-        small.count,
+        plan,
         np.zeros(config.max_rows, np.int32),
     )
 
@@ -104,9 +98,9 @@ def _decode(step: Step, config: EngineConfig, num_rows: int) -> DecodeBatch:
     )
 
 
-def _ragged(step: Step, config: EngineConfig, num_tokens: int) -> RaggedBatch:
+def _ragged(step: Step, config: EngineConfig, num_tokens: int, ops: JaxOps) -> RaggedBatch:
     used = len(step.token_ids)
-    batch = empty_ragged(config, num_tokens)
+    batch = empty_ragged(config, num_tokens, ops)
     tables = _tables(step, config, config.max_rows)
     positions, slots = batch.positions.copy(), batch.slots.copy()
     for row, context_len in enumerate(step.context_lens.tolist()):
@@ -114,16 +108,12 @@ def _ragged(step: Step, config: EngineConfig, num_tokens: int) -> RaggedBatch:
         positions[start:stop] = np.arange(context_len, context_len + stop - start)
         slots[start:stop] = slots_of(tables[row], positions[start:stop], config.page_size)
     assert (slots[used:] == batch.slots[used:]).all()
-    large, small = plan_query_blocks(step.row_starts, step.context_lens, num_tokens, config.max_rows)
     return RaggedBatch(
         _padded(step.token_ids, num_tokens),
         positions,
         slots,
         tables,
-        large.fields,
-        large.count,
-        small.fields,
-        small.count,
+        ops.plan(step.row_starts, step.context_lens, num_tokens, config.max_rows),
         _sample_columns(step, config),
     )
 

@@ -17,33 +17,46 @@ from pddbridge.kv_spec import KVSpec, TokenRange
 from pddbridge.model_spec import ModelSpec
 from pddbridge.sampling import greedy_suffices, sample
 from pddbridge.sampling_params import TokenRecord
-from pddjax.batch import DecodeBatch, RaggedBatch, empty_decode, empty_ragged, pack
+from pddjax.batch import DecodeBatch, RaggedBatch, empty_decode, empty_ragged, pack, pages_per_row
 from pddjax.buckets import Buckets, pick
 from pddjax.kv import KVPool, Placement
 from pddjax.programs import ModelFunctions, Programs
 from pddjax.sharded import ShardedFunctions, split_over
+from pddjax.sharding import TensorParallel
 from pddjax.threads import pool_size
 from pddjax.weights import load_model
+from pddkernels import jax_ops
 
 
-def create(model_dir: str, config: EngineConfig) -> JaxEngine:
+def create(model_dir: str, config: EngineConfig, choose_ops: Callable[..., jax_ops.JaxOps] = jax_ops.choose) -> JaxEngine:
     """Load the model of ``model_dir`` on ``config.device``: "cpu", or any platform that this JAX knows; over its first ``num_devices``
     devices, as :mod:`pddjax.sharding` splits it.
 
     ``config.num_threads`` takes effect through :func:`pddjax.threads.environment`, applied before jax was imported; a process where it was
-    not shows ``num_threads_not_applied`` among the fallbacks. Raises ValueError for a config or checkpoint that cannot be served.
+    not shows ``num_threads_not_applied`` among the fallbacks. ``choose_ops``
+    takes what :func:`pddkernels.jax_ops.choose` does. Raises ValueError for a config or checkpoint that cannot be served.
     """
     checkpoint = open_checkpoint(model_dir)
     check_config(config, checkpoint.spec)
     _configure_jax(config)
     devices = _devices(config)
     dtype, kv_dtype = jnp.dtype(config.compute_dtype), jnp.dtype(_kv_spec(checkpoint.spec, config).np_dtype)
+    local = TensorParallel(checkpoint.spec, config.num_devices).local
+    ops = choose_ops(
+        devices[0],
+        num_heads=local.num_heads,
+        kv_heads=local.num_kv_heads,
+        head_dim=local.head_dim,
+        kv_dtype=kv_dtype,
+        max_rows=config.max_rows,
+        pages_per_row=pages_per_row(config),
+    )
     if config.num_devices == 1:
         model = load_model(checkpoint, dtype, config.max_context_tokens, devices[0])
-        functions: ModelFunctions | ShardedFunctions = ModelFunctions(model, checkpoint.spec, kv_dtype)
-        placement = Placement(devices[0])
+        functions: ModelFunctions | ShardedFunctions = ModelFunctions(model, ops)
+        placement = Placement.on_one(devices[0], ops)
     else:
-        functions, placement = split_over(devices, checkpoint, dtype, kv_dtype, config.max_context_tokens)
+        functions, placement = split_over(devices, checkpoint, dtype, ops, config.max_context_tokens)
     return JaxEngine(checkpoint.spec, config, checkpoint.weights_digest(), functions, placement)
 
 
@@ -63,10 +76,12 @@ class JaxEngine:
         self._buckets = Buckets.up_to(config.max_rows, config.max_step_tokens)
         self._programs = Programs()
         self._kv_spec = _kv_spec(spec, config)
+        self._ops = placement.ops
         self._pool = KVPool(config, self._kv_spec, placement, self._programs)
         self._num_steps = 0
         threads = pool_size() if config.device == "cpu" else None
         self._fallbacks = {"num_threads_not_applied": int(threads is not None and threads != config.num_threads)}
+        self._fallbacks |= dict.fromkeys(placement.ops.fallbacks, 1)
 
     @property
     def name(self) -> str:
@@ -94,7 +109,7 @@ class JaxEngine:
 
     def warm_up(self, progress: Callable[[int, int, str], None]) -> None:
         """Compile every bucket and run it on padding. The largest come first, so that memory runs out at once or not at all."""
-        ragged = [(f"step of {n} tokens", partial(self._forward, empty_ragged(self._config, n))) for n in self._buckets.tokens]
+        ragged = [(f"step of {n} tokens", partial(self._forward, empty_ragged(self._config, n, self._ops))) for n in self._buckets.tokens]
         decode = [(f"decode of {n} rows", partial(self._forward, empty_decode(self._config, n))) for n in self._buckets.rows]
         heads = [(f"logits of {n} rows", partial(self._warm_up_head, n)) for n in self._buckets.rows]
         work: list[tuple[str, Callable[[], object]]] = [*reversed(ragged), *reversed(decode), *reversed(heads)]
@@ -158,7 +173,7 @@ class JaxEngine:
     def _run(self, step: Step) -> tuple[jax.Array, np.ndarray, np.ndarray] | None:
         """Run a step: (logits on the device [vocab, S], their maxima [S], the ids that have them [S]), or None if no row samples."""
         check_step(step, self._config, self._spec.vocab_size)
-        hidden = self._forward(pack(step, self._config, self._buckets))
+        hidden = self._forward(pack(step, self._config, self._buckets, self._ops))
         self._num_steps += 1
         if not step.samples:
             jax.block_until_ready(hidden)

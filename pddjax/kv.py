@@ -18,23 +18,30 @@ from pddbridge.engine import EngineConfig, KVBlock, PendingKV
 from pddbridge.kv_spec import HeadRange, KVSpec, LayerRange, TokenRange
 from pddjax.batch import padding_slots, slots_of
 from pddjax.buckets import KV_TOKENS
-from pddjax.programs import Programs, read_slots, write_slots
-from pddkernels.kv_pages.portable_xla import copy_page, storage_dtype
+from pddjax.programs import Programs
+from pddkernels.jax_ops import JaxOps
 
 PLANES: Final = ("k", "v")  # in the order in which a head's planes lie side by side
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the pages are. ``device``: one, or how they are split over several · ``copies``: each KV head is stored so often, side by side,
-    where there are more devices than KV heads · ``read``, ``write``, ``copy_page``: the functions of one layer's pages that are compiled.
+    """Where the pages are. ``device``: one, or how they are split over ``num_devices`` · ``ops``: of one device · ``copies``: each KV head
+    is stored so often, side by side, where there are more devices than KV heads · ``read``, ``write``, ``copy_page``: the functions of one
+    layer's pages that are compiled.
     """
 
     device: jax.Device | jax.sharding.Sharding
+    ops: JaxOps
+    read: Callable[..., object]
+    write: Callable[..., object]
+    copy_page: Callable[..., object]
+    num_devices: int = 1
     copies: int = 1
-    read: Callable[..., object] = read_slots
-    write: Callable[..., object] = write_slots
-    copy_page: Callable[..., object] = copy_page
+
+    @staticmethod
+    def on_one(device: jax.Device, ops: JaxOps) -> Placement:
+        return Placement(device, ops, ops.read, ops.write, ops.copy_page)
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,7 @@ class _Reading:
 
 
 class KVPool:
-    """``pages``: per layer [num_pages, page_size, 2 * kv_heads * copies, dim] in storage form. Whoever runs a program that takes them over
+    """``pages``: per layer [num_pages, page_size, planes of all devices, dim] in storage form. Whoever runs a program that takes them over
     puts back what the program returns.
     """
 
@@ -70,9 +77,10 @@ class KVPool:
         plane = kv_spec.groups[0].planes[0]
         self._config, self._kv_spec, self._programs, self._placement = config, kv_spec, programs, placement
         self._heads, self._dim = plane.num_heads, plane.head_dim
-        self._storage = np.dtype(storage_dtype(jnp.dtype(kv_spec.np_dtype)))
+        self._storage = placement.ops.storage_dtype
         self._stored_heads = plane.num_heads * placement.copies
-        shape = (config.num_pages, config.page_size, len(PLANES) * self._stored_heads, plane.head_dim)
+        planes, dim = placement.ops.token_shape
+        shape = (config.num_pages, config.page_size, planes * placement.num_devices, dim)
         self.pages = [jnp.zeros(shape, self._storage, device=placement.device) for _ in range(kv_spec.num_layers)]
 
     def read(self, page_table: np.ndarray, tokens: TokenRange) -> tuple[KVBlock, ...]:

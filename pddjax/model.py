@@ -20,11 +20,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pddbridge.model_spec import Activation, ModelSpec
-from pddkernels.kv_pages.portable_xla import append
 from pddkernels.ragged_paged_attention.options import AttentionOptions
 
 # (queries [T, heads, dim], one layer's pages, its options) -> [T, heads, dim]: what is left of attention once a step's rows are known.
 Attend = Callable[[jax.Array, jax.Array, AttentionOptions], jax.Array]
+# (one layer's pages, keys, values [T, kv_heads, dim], slots [T]) -> the pages with the new tokens.
+Store = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 _ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
@@ -77,7 +78,7 @@ class Attention(nnx.Module):
         pages: jax.Array,
         slots: jax.Array,
         attend: Callable[[jax.Array, jax.Array], jax.Array],
-        kv_dtype: jnp.dtype,
+        store: Store,
     ) -> tuple[jax.Array, jax.Array]:
         num_tokens = x.shape[1]
         qkv = self.qkv(x).reshape(-1, self.head_dim, num_tokens)
@@ -87,7 +88,7 @@ class Attention(nnx.Module):
         rotated = rotate(turned, rope)
         by_token = jnp.concatenate((rotated, qkv[self.num_heads + self.num_kv_heads :]), axis=0).transpose(2, 0, 1)
         queries, keys, values = jnp.split(by_token, (self.num_heads, self.num_heads + self.num_kv_heads), axis=1)
-        pages = append(pages, keys, values, slots, kv_dtype)
+        pages = store(pages, keys, values, slots)
         mixed = attend(queries, pages).astype(x.dtype).reshape(num_tokens, -1)
         return self.out(mixed.T), pages
 
@@ -123,9 +124,9 @@ class Layer(nnx.Module):
         pages: jax.Array,
         slots: jax.Array,
         attend: Callable[[jax.Array, jax.Array], jax.Array],
-        kv_dtype: jnp.dtype,
+        store: Store,
     ) -> tuple[jax.Array, jax.Array]:
-        mixed, pages = self.attention(self.attention_norm(x), rope, pages, slots, attend, kv_dtype)
+        mixed, pages = self.attention(self.attention_norm(x), rope, pages, slots, attend, store)
         x = x + (mixed if self.attention_post_norm is None else self.attention_post_norm(mixed))
         fed = self.mlp(self.mlp_norm(x))
         return x + (fed if self.mlp_post_norm is None else self.mlp_post_norm(fed)), pages
@@ -157,7 +158,7 @@ class Llama(nnx.Module):
         slots: jax.Array,
         pages: list[jax.Array],
         attend: Attend,
-        kv_dtype: jnp.dtype,
+        store: Store,
     ) -> tuple[jax.Array, list[jax.Array]]:
         """``token_ids``, ``positions``, ``slots`` [T] i32, ``pages`` one array per layer.
 
@@ -175,7 +176,7 @@ class Llama(nnx.Module):
         def run(
             weights: nnx.State, x: jax.Array, rope: tuple[jax.Array, jax.Array], layer_pages: jax.Array, options: AttentionOptions
         ) -> tuple[jax.Array, jax.Array]:
-            return nnx.merge(structure, weights)(x, rope, layer_pages, slots, partial(_attend_as, attend, options), kv_dtype)
+            return nnx.merge(structure, weights)(x, rope, layer_pages, slots, partial(_attend_as, attend, options), store)
 
         new_pages = []
         for layer, layer_pages, rope, options in zip(self.layers, pages, self.layer_ropes, self.layer_options, strict=True):

@@ -12,12 +12,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pddbridge.model_spec import ModelSpec
 from pddjax.batch import DecodeBatch, RaggedBatch
 from pddjax.model import Attend, Llama
-from pddkernels.kv_pages.portable_xla import gather, place
+from pddkernels.jax_ops import JaxOps
 from pddkernels.ragged_paged_attention.options import AttentionOptions
-from pddkernels.ragged_paged_attention.portable_xla import decode_attention, ragged_attention
 
 Leaves = tuple[jax.Array, ...]
 Pages = list[jax.Array]
@@ -47,12 +45,12 @@ class Programs:
 class ModelFunctions:
     """The model split into structure and weights, and the functions of them that are compiled."""
 
-    def __init__(self, model: Llama, spec: ModelSpec, kv_dtype: jnp.dtype) -> None:
+    def __init__(self, model: Llama, ops: JaxOps) -> None:
         graph, state = nnx.split(model)
         leaves, self._tree = jax.tree.flatten(state)
         self.leaves: Leaves = tuple(leaves)
         self._graph = graph
-        self._kv_dtype = kv_dtype
+        self._ops = ops
 
     def decode(self, leaves: Leaves, pages: Pages, batch: DecodeBatch) -> tuple[jax.Array, Pages]:
         """One token per row. Hidden states of the sampling rows [hidden, max_rows], and the pages with the new KV."""
@@ -84,23 +82,11 @@ class ModelFunctions:
         attend: Attend,
         sample_columns: jax.Array,
     ) -> tuple[jax.Array, Pages]:
-        hidden, pages = self._model(leaves)(token_ids, positions, slots, pages, attend, self._kv_dtype)
+        hidden, pages = self._model(leaves)(token_ids, positions, slots, pages, attend, self._ops.append)
         return hidden[:, sample_columns], pages
 
     def _attend_decode(self, batch: DecodeBatch, queries: jax.Array, pages: jax.Array, options: AttentionOptions) -> jax.Array:
-        return decode_attention(queries, pages, batch.page_tables, batch.context_lens, batch.num_new, options, self._kv_dtype)
+        return self._ops.attend_decode(queries, pages, batch.page_tables, batch.context_lens, batch.num_new, options)
 
     def _attend_ragged(self, batch: RaggedBatch, queries: jax.Array, pages: jax.Array, options: AttentionOptions) -> jax.Array:
-        large, small = (batch.large_fields, batch.large_count), (batch.small_fields, batch.small_count)
-        return ragged_attention(queries, pages, batch.page_tables, large, small, options, self._kv_dtype)
-
-
-def read_slots(pages: jax.Array, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """K and V of ``slots`` [N] in one layer: [N, kv_heads, dim] each, in storage form."""
-    stored = gather(pages, slots)
-    return stored[:, 0::2], stored[:, 1::2]
-
-
-def write_slots(pages: jax.Array, stored: jax.Array, wanted: jax.Array, slots: jax.Array) -> jax.Array:
-    """Place ``stored`` [N, kv_heads, dim] at ``slots`` [N] of one layer where ``wanted`` [2 * kv_heads] bool, heads as in the pages."""
-    return place(pages, jnp.repeat(stored, 2, axis=1), wanted, slots)
+        return self._ops.attend(queries, pages, batch.page_tables, batch.plan, options)

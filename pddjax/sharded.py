@@ -13,10 +13,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pddbridge.checkpoint import Checkpoint
 from pddjax.batch import DecodeBatch, RaggedBatch
 from pddjax.kv import Placement
-from pddjax.programs import Leaves, ModelFunctions, Pages, read_slots, write_slots
+from pddjax.programs import Leaves, ModelFunctions, Pages
 from pddjax.sharding import AXIS, LOGITS, PAGES, REPLICATED, TensorParallel, partition_specs, place, shard_of
 from pddjax.weights import load_model
-from pddkernels.kv_pages.portable_xla import copy_page
+from pddkernels.jax_ops import JaxOps
 
 _T = TypeVar("_T")
 _Specs: TypeAlias = PartitionSpec | tuple[object, ...]
@@ -56,28 +56,29 @@ class ShardedFunctions:
 
 
 def split_over(
-    devices: Sequence[jax.Device], checkpoint: Checkpoint, dtype: jnp.dtype, kv_dtype: jnp.dtype, max_context_tokens: int
+    devices: Sequence[jax.Device], checkpoint: Checkpoint, dtype: jnp.dtype, ops: JaxOps, max_context_tokens: int
 ) -> tuple[ShardedFunctions, Placement]:
     """The model of ``checkpoint`` over ``devices``, in their order. It is put together on the host: no device holds more than its share.
-
-    Raises ValueError for a model that so many devices cannot share.
+    ``ops``: of one device's heads. Raises ValueError for a model that so many devices cannot share.
     """
     split, mesh = TensorParallel(checkpoint.spec, len(devices)), Mesh(np.array(devices), (AXIS,))
     shard = shard_of(split, dtype, max_context_tokens)
     whole = load_model(checkpoint, dtype, max_context_tokens, jax.devices("cpu")[0])
     leaves, specs = tuple(place(split, whole, mesh)), partition_specs(shard)
-    return ShardedFunctions(split, ModelFunctions(shard, split.local, kv_dtype), leaves, specs, mesh), page_placement(split, mesh)
+    return ShardedFunctions(split, ModelFunctions(shard, ops), leaves, specs, mesh), page_placement(split, mesh, ops)
 
 
-def page_placement(split: TensorParallel, mesh: Mesh) -> Placement:
+def page_placement(split: TensorParallel, mesh: Mesh, ops: JaxOps) -> Placement:
     """KV pages split on heads: every device reads, writes and copies its own."""
     heads = PartitionSpec(None, AXIS, None)  # [tokens, kv_heads, dim]
     return Placement(
         device=NamedSharding(mesh, PAGES),
+        ops=ops,
+        read=over(mesh, (PAGES, REPLICATED), (heads, heads), ops.read),
+        write=over(mesh, (PAGES, heads, PartitionSpec(AXIS), REPLICATED), PAGES, ops.write),
+        copy_page=over(mesh, (PAGES, REPLICATED, REPLICATED), PAGES, ops.copy_page),
+        num_devices=split.num_devices,
         copies=len(split.stored_heads) // split.spec.num_kv_heads,
-        read=over(mesh, (PAGES, REPLICATED), (heads, heads), read_slots),
-        write=over(mesh, (PAGES, heads, PartitionSpec(AXIS), REPLICATED), PAGES, write_slots),
-        copy_page=over(mesh, (PAGES, REPLICATED, REPLICATED), PAGES, copy_page),
     )
 
 

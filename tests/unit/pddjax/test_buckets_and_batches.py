@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,8 +10,11 @@ from hypothesis import strategies as st
 
 from pddjax.batch import DecodeBatch, RaggedBatch, pack
 from pddjax.buckets import Buckets, pick
+from pddkernels.jax_ops import JaxOps
 from pddkernels.ragged_paged_attention.portable_xla import LARGE_BLOCK, SMALL_BLOCK, max_blocks, plan_query_blocks
 from tests.support.engines import CONFIG, Row, random_ids, step_of
+
+OPS = JaxOps("portable", jnp.dtype("float32"), kv_heads=2, head_dim=16)
 
 
 @pytest.mark.parametrize(
@@ -50,14 +54,14 @@ def test_a_decode_row_beside_a_chunk_costs_a_small_block() -> None:
 def test_one_token_per_row_is_a_decode_batch_and_anything_else_ragged() -> None:
     buckets = Buckets.up_to(CONFIG.max_rows, CONFIG.max_step_tokens)
     config = replace(CONFIG, page_size=6, num_pages=9)
-    decode = pack(step_of(Row(random_ids(0, 1), 7, [2, 5, 8]), Row(random_ids(1, 1), 0, [4])), config, buckets)
+    decode = pack(step_of(Row(random_ids(0, 1), 7, [2, 5, 8]), Row(random_ids(1, 1), 0, [4])), config, buckets, OPS)
     assert isinstance(decode, DecodeBatch)
     # Position 7 is slot 1 of the second page; padding is past the pool's 54 slots, each row elsewhere.
     assert decode.slots.tolist() == [31, 24, 56, 57]
     assert decode.num_new.tolist() == [1, 1, 0, 0]
     assert decode.page_tables[0, :3].tolist() == [2, 5, 0]
 
-    ragged = pack(step_of(Row(random_ids(0, 3), 5, [2, 5]), Row(random_ids(1, 1), 0, [4], samples=False)), config, buckets)
+    ragged = pack(step_of(Row(random_ids(0, 3), 5, [2, 5]), Row(random_ids(1, 1), 0, [4], samples=False)), config, buckets, OPS)
     assert isinstance(ragged, RaggedBatch)
     assert ragged.slots[:5].tolist() == [17, 30, 31, 24, 58]
     assert ragged.positions[:4].tolist() == [5, 6, 7, 0]

@@ -20,10 +20,10 @@ from pddbridge.kv_spec import TokenRange
 from pddbridge.rope import RopeSpec
 from pddjax.batch import empty_decode, empty_ragged
 from pddjax.engine import create
-from pddjax.programs import ModelFunctions, read_slots, write_slots
+from pddjax.programs import ModelFunctions
 from pddjax.threads import environment
 from pddjax.weights import load_model, rope_table
-from pddkernels.kv_pages.portable_xla import copy_page
+from pddkernels.jax_ops import JaxOps
 from tests.support.engines import CONFIG, Row, random_ids, step_of
 from tests.support.tiny_models import make_tiny_llama
 
@@ -110,7 +110,8 @@ def test_no_program_copies_the_pool(model_dir: Path, kv_dtype: str) -> None:
     """Pages are updated in place (aliased) and no temporary grows with their number, on both sides of any 16-bit detour."""
     checkpoint = open_checkpoint(model_dir)
     model = load_model(checkpoint, jnp.dtype("float32"), 160, jax.devices("cpu")[0])
-    functions = ModelFunctions(model, checkpoint.spec, jnp.dtype(kv_dtype))
+    ops = JaxOps("portable", jnp.dtype(kv_dtype), kv_heads=2, head_dim=16)
+    functions = ModelFunctions(model, ops)
     stored = jnp.uint16 if kv_dtype == "bfloat16" else jnp.float32
     temporaries = []
     for num_pages in (40, 4000):
@@ -122,10 +123,10 @@ def test_no_program_copies_the_pool(model_dir: Path, kv_dtype: str) -> None:
         wanted = jax.ShapeDtypeStruct((4,), jnp.bool_)
         cases = (
             (functions.decode, 1, (functions.leaves, [layer], empty_decode(config, 4))),
-            (functions.ragged, 1, (functions.leaves, [layer], empty_ragged(config, 64))),
-            (write_slots, 0, (layer, token, wanted, slots)),
-            (copy_page, 0, (layer, np.int32(0), np.int32(1))),
-            (read_slots, None, (layer, slots)),
+            (functions.ragged, 1, (functions.leaves, [layer], empty_ragged(config, 64, ops))),
+            (ops.write, 0, (layer, token, wanted, slots)),
+            (ops.copy_page, 0, (layer, np.int32(0), np.int32(1))),
+            (ops.read, None, (layer, slots)),
         )
         sizes = []
         for function, donated, arguments in cases:
@@ -143,7 +144,7 @@ def test_products_have_the_weights_on_the_left_and_copy_none(model_dir: Path, nu
     wide = make_tiny_llama(model_dir.parent / f"wide{num_rows}", num_layers=1, hidden=256, intermediate=1024, head_dim=8)
     checkpoint = open_checkpoint(wide)
     model = load_model(checkpoint, jnp.dtype("float32"), 160, jax.devices("cpu")[0])
-    functions = ModelFunctions(model, checkpoint.spec, jnp.dtype("float32"))
+    functions = ModelFunctions(model, JaxOps("portable", jnp.dtype("float32"), kv_heads=2, head_dim=8))
     layer = jax.ShapeDtypeStruct((40, 8, 4, 8), jnp.float32)
     batch = empty_decode(CONFIG, num_rows)
     compiled = jax.jit(functions.decode, donate_argnums=1).lower(functions.leaves, [layer], batch).compile()

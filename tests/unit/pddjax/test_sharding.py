@@ -26,6 +26,7 @@ from pddbridge.model_spec import ModelSpec
 from pddjax.engine import JaxEngine, create
 from pddjax.sharded import split_over
 from pddjax.sharding import TensorParallel, partition_specs
+from pddkernels.jax_ops import JaxOps
 from tests.support.engines import CONFIG, Row, decode_greedy, prefill, random_ids, relative_error, step_of
 from tests.support.kv import bits
 from tests.support.specs import llama_spec
@@ -132,7 +133,9 @@ def engine_over(model_dir: Path, case: Case, kv_dtype: str) -> JaxEngine:
         return create(str(model_dir), config)
     checkpoint = open_checkpoint(model_dir)
     devices = [jax.devices()[i] for i in case.order]
-    functions, placement = split_over(devices, checkpoint, jnp.dtype("float32"), jnp.dtype(kv_dtype), config.max_context_tokens)
+    local = TensorParallel(checkpoint.spec, case.num_devices).local
+    ops = JaxOps("portable", jnp.dtype(kv_dtype), local.num_kv_heads, local.head_dim)
+    functions, placement = split_over(devices, checkpoint, jnp.dtype("float32"), ops, config.max_context_tokens)
     return JaxEngine(checkpoint.spec, config, checkpoint.weights_digest(), functions, placement)
 
 

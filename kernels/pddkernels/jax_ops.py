@@ -1,0 +1,180 @@
+"""Which path JAX's operations take on a device: the one place where that is chosen, and the only kernels module that the JAX engine calls.
+
+On a TPU that :mod:`pddkernels.ragged_paged_attention.block_sizes` knows the Pallas kernels run; anywhere else the portable XLA path.
+Portable where a kernel was to be expected is a *fallback*: named in :attr:`JaxOps.fallbacks`, which the engine shows. A CPU has no kernels,
+so portable is no fallback there.
+
+An object stands for one layer's attention on one device: with tensor parallelism its heads are the device's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pddkernels.kv_pages import portable_xla as xla_pages
+from pddkernels.ragged_paged_attention import portable_xla
+from pddkernels.ragged_paged_attention.block_sizes import BlockSizes, block_sizes, generation_of
+from pddkernels.ragged_paged_attention.options import AttentionOptions
+from pddkernels.ragged_paged_attention.pallas import padded_dim, padded_heads, ragged_paged_attention
+
+# A TensorCore's scalar memory is 1 MiB (jax.experimental.pallas.tpu.get_tpu_info, jax 0.10.2); page tables may take this much of it.
+_TABLES_BYTES: Final = 3 * 2**18
+
+
+@dataclass(frozen=True)
+class JaxOps:
+    """``path``: "pallas" or "portable" · ``kv_dtype``: of the stored KV · ``kv_heads``, ``head_dim``: of one device's attention ·
+    ``blocks``: of the Pallas kernel · ``interpret``: run Pallas kernels without a TPU, slowly, for tests · ``fallbacks``: why a device that
+    should run kernels does not.
+
+    Pages of a layer: [num_pages, page_size, *``token_shape``] of ``storage_dtype``.
+    """
+
+    path: Literal["pallas", "portable"]
+    kv_dtype: jnp.dtype
+    kv_heads: int
+    head_dim: int
+    blocks: BlockSizes | None = None
+    interpret: bool = False
+    fallbacks: tuple[str, ...] = ()
+
+    @property
+    def storage_dtype(self) -> np.dtype:
+        """The KV dtype itself for kernels; the portable path keeps two-byte floats as uint16 bits."""
+        return np.dtype(self.kv_dtype if self.path == "pallas" else xla_pages.storage_dtype(self.kv_dtype))
+
+    @property
+    def token_shape(self) -> tuple[int, int]:
+        """(planes of heads, values) that one token takes in pages; a kernel's are padded as Mosaic needs, with zeros."""
+        if self.path == "portable":
+            return 2 * self.kv_heads, self.head_dim
+        return 2 * padded_heads(self.kv_heads), padded_dim(self.head_dim)
+
+    def plan(self, row_starts: np.ndarray, context_lens: np.ndarray, num_tokens: int, max_rows: int) -> tuple[np.ndarray, ...]:
+        """What :meth:`attend` needs of a step besides page tables: host arrays, their shapes given by ``num_tokens`` and ``max_rows``.
+
+        ``row_starts`` [R+1] with ``row_starts[R] <= num_tokens``, ``context_lens`` [R], R up to ``max_rows``.
+        """
+        if self.path == "portable":
+            large, small = portable_xla.plan_query_blocks(row_starts, context_lens, num_tokens, max_rows)
+            return large.fields, np.asarray(large.count), small.fields, np.asarray(small.count)
+        num_rows = len(context_lens)
+        starts, lens = np.full(max_rows + 1, row_starts[-1], np.int32), np.zeros(max_rows, np.int32)
+        starts[: num_rows + 1], lens[:num_rows] = row_starts, context_lens
+        return starts, lens, np.array([num_rows], np.int32)
+
+    def attend(
+        self,
+        queries: jax.Array,
+        pages: jax.Array,
+        page_tables: jax.Array,
+        plan: tuple[jax.Array, ...],
+        options: AttentionOptions,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
+        """Ragged paged attention of any rows: ``queries`` [T, heads, dim], ``page_tables`` [max_rows, P], ``plan`` of :meth:`plan`.
+
+        Returns [T, heads, dim], float32 or the queries' dtype; zeros for tokens of no row.
+        """
+        if self.path == "portable":
+            large_fields, large_count, small_fields, small_count = plan
+            large, small = (large_fields, large_count), (small_fields, small_count)
+            return portable_xla.ragged_attention(queries, pages, page_tables, large, small, options, self.kv_dtype, sinks)
+        row_starts, context_lens, num_rows = plan
+        return self._kernel(queries, pages, row_starts, context_lens, page_tables, num_rows, options, sinks)
+
+    def attend_decode(
+        self,
+        queries: jax.Array,
+        pages: jax.Array,
+        page_tables: jax.Array,
+        context_lens: jax.Array,
+        num_new: jax.Array,
+        options: AttentionOptions,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
+        """One new token per row: ``queries`` [R, heads, dim] · ``context_lens`` [R] · ``num_new`` [R]: 1, then 0 for padding."""
+        if self.path == "portable":
+            return portable_xla.decode_attention(queries, pages, page_tables, context_lens, num_new, options, self.kv_dtype, sinks)
+        row_starts = jnp.arange(queries.shape[0] + 1, dtype=jnp.int32)
+        return self._kernel(queries, pages, row_starts, context_lens, page_tables, num_new.sum(keepdims=True), options, sinks)
+
+    def append(self, pages: jax.Array, keys: jax.Array, values: jax.Array, slots: jax.Array) -> jax.Array:
+        """Store ``keys``, ``values`` [T, kv_heads, dim], rounded to nearest even, at ``slots`` [T] i32; those past the pool are nowhere."""
+        return xla_pages.put(pages, self._stored(keys, values, round_to=self.kv_dtype), slots)
+
+    def read(self, pages: jax.Array, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """K and V of ``slots`` [N]: [N, kv_heads, dim] each in storage form; zeros for slots past the pool."""
+        stored = xla_pages.gather(pages, slots)[:, : 2 * self.kv_heads, : self.head_dim]
+        return stored[:, 0::2], stored[:, 1::2]
+
+    def write(self, pages: jax.Array, stored: jax.Array, wanted: jax.Array, slots: jax.Array) -> jax.Array:
+        """Place ``stored`` [N, kv_heads, dim], in storage form, at ``slots`` [N] where ``wanted`` [2 * kv_heads] bool, k0 v0 k1 v1 ...."""
+        wanted = jnp.pad(wanted, (0, self.token_shape[0] - len(wanted)))
+        return xla_pages.place(pages, self._stored(stored, stored, round_to=None), wanted, slots)
+
+    def copy_page(self, pages: jax.Array, source: jax.Array, destination: jax.Array) -> jax.Array:
+        """Copy all slots of page ``source`` (scalar i32) over page ``destination`` (scalar i32)."""
+        return xla_pages.copy_page(pages, source, destination)
+
+    def _stored(self, keys: jax.Array, values: jax.Array, round_to: jnp.dtype | None) -> jax.Array:
+        """[T, kv_heads, dim] twice -> [T, *token_shape] in storage form."""
+        both = xla_pages.interleave(keys, values)
+        if round_to is not None:
+            both = both.astype(round_to) if self.path == "pallas" else xla_pages.encode(both, round_to)
+        planes, lanes = self.token_shape
+        return jnp.pad(both, ((0, 0), (0, planes - both.shape[1]), (0, lanes - both.shape[2])))
+
+    def _kernel(
+        self,
+        queries: jax.Array,
+        pages: jax.Array,
+        row_starts: jax.Array,
+        context_lens: jax.Array,
+        page_tables: jax.Array,
+        num_rows: jax.Array,
+        options: AttentionOptions,
+        sinks: jax.Array | None,
+    ) -> jax.Array:
+        assert self.blocks is not None
+        return ragged_paged_attention(
+            queries,
+            pages,
+            row_starts,
+            context_lens,
+            page_tables,
+            num_rows,
+            options,
+            sinks,
+            blocks=self.blocks,
+            kv_heads=self.kv_heads,
+            interpret=self.interpret,
+        )
+
+
+def choose(
+    device: jax.Device, *, num_heads: int, kv_heads: int, head_dim: int, kv_dtype: jnp.dtype, max_rows: int, pages_per_row: int
+) -> JaxOps:
+    """The operations for one layer's attention on ``device``: the heads it has itself, page tables of [max_rows, pages_per_row]."""
+    portable = JaxOps("portable", kv_dtype, kv_heads, head_dim)
+    if device.platform == "cpu":
+        return portable
+    reasons = []
+    generation = generation_of(device.device_kind) if device.platform == "tpu" else None
+    if generation is None:
+        reasons.append("portable_attention_no_kernel_for_device")
+    if kv_dtype not in (jnp.bfloat16, jnp.float32):
+        reasons.append("portable_attention_kv_dtype")
+    if max_rows * pages_per_row * 4 > _TABLES_BYTES:
+        reasons.append("portable_attention_page_tables_too_large")
+    if generation is None or reasons:
+        return JaxOps("portable", kv_dtype, kv_heads, head_dim, fallbacks=tuple(reasons))
+    kernels = JaxOps("pallas", kv_dtype, kv_heads, head_dim)
+    planes, lanes = kernels.token_shape
+    blocks = block_sizes(generation, num_heads=num_heads, token_bytes=planes * lanes * kv_dtype.itemsize)
+    return JaxOps("pallas", kv_dtype, kv_heads, head_dim, blocks)
