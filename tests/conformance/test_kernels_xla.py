@@ -36,7 +36,7 @@ def attention(batch: RaggedBatch) -> np.ndarray:
 
 
 # What differs in kind; the others are more of the same program.
-QUICK = ("page size is kv heads", "long chunk", "window far behind", "window, cap and sinks")
+QUICK = ("page size is kv heads", "long chunk", "window, cap and sinks")
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -56,7 +56,7 @@ def test_heads_of_real_models(name: str) -> None:
     check_attention(attention, REAL_BATCHES[name])
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(batch_specs(dims=(64, 80)))
 def test_drawn_batches(spec: BatchSpec) -> None:
     check_float32(attention, spec)
