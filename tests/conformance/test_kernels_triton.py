@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
+from pddkernels.kv_pages import reference as reference_pages
 from pddkernels.ragged_paged_attention.triton_plan import Plan, plan
 from pddkernels.ragged_paged_attention.triton_tiles import SM90, Geometry, tiles_for
+from pddkernels.torch_ops import TRITON
 from tests.conformance.kernel_suite import (
     BFLOAT16_RELATIVE_ERROR,
     FIXED_BATCHES,
@@ -21,8 +26,11 @@ from tests.conformance.kernel_suite import (
     check_bfloat16,
     check_float32,
 )
+from tests.conformance.page_suite import RANGES, RangeSpec, bits, emptied, make_token_pages, range_specs
 from tests.support import triton_child
+from tests.support.engines import make_engine, random_ids, relative_error
 from tests.support.ragged_batches import BatchSpec, RaggedBatch, RowSpec, batch_specs, make_batch
+from tests.support.tiny_families import make_tiny_family
 
 
 @pytest.fixture(scope="module")
@@ -95,18 +103,59 @@ def test_pools_beyond_2_to_the_31_values(child: ProcessPoolExecutor) -> None:
     assert np.linalg.norm(got - want) <= BFLOAT16_RELATIVE_ERROR * np.linalg.norm(want)
 
 
-def planned(batch: RaggedBatch, num_processors: int = 8, windows: tuple[int | None, ...] = ()) -> Plan:
-    geometry = triton_child.geometry_of(batch)
-    return plan(
-        batch.row_starts,
-        batch.context_lens,
-        batch.page_tables,
-        geometry=geometry,
-        tiles=triton_child.small_tiles(geometry.group),
-        windows=(*windows, batch.options.window),
-        num_processors=num_processors,
-        device=torch.device("cpu"),
-    )
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
+@pytest.mark.parametrize("name", ["page size is kv heads", "mixed rows, head size 80"])
+def test_appending(child: ProcessPoolExecutor, dtype: type[np.generic], name: str) -> None:
+    """New tokens' slots alone are touched, and of a batch's padding none. Values are multiples of 1/16, which every dtype has: how a chip
+    rounds is not for the interpreter to say, which truncates."""
+    batch = make_batch(FIXED_BATCHES[name])
+    new = tuple(np.round(array * 16) / 16 for array in (batch.new_k, batch.new_v))
+    pages = emptied(batch, np.dtype(dtype))
+    got = child.submit(triton_child.append, batch, pages, new).result()
+    for got_plane, plane, values in zip(got, pages, new, strict=True):
+        want = plane.copy()
+        reference_pages.write_tokens(want, values, batch.row_starts, batch.context_lens, batch.page_tables)
+        assert np.array_equal(bits(got_plane), bits(want))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@settings(max_examples=6, deadline=None)
+@example(spec=RANGES[0])
+@example(spec=RANGES[1])
+@example(spec=RANGES[2])
+@example(spec=RANGES[3])
+@given(spec=range_specs)
+def test_packing_and_unpacking(child: ProcessPoolExecutor, dtype: type[np.generic], spec: RangeSpec) -> None:
+    """Wire order as the reference has it, of all heads and of some, any bits kept; the way back touches the range's slots alone."""
+    source, target = (make_token_pages(replace(spec, seed=seed), np.dtype(dtype)) for seed in (spec.seed, spec.seed + 1))
+    stop = spec.start + spec.num_tokens
+    want = reference_pages.pack_tokens(source.k_pages, source.page_table, spec.start, stop)
+    for first, count in {(0, spec.num_kv_heads), (spec.num_kv_heads - 1, 1)}:
+        got = child.submit(triton_child.pack, np.stack(source.k_pages), source.page_table, spec.start, stop, first, count).result()
+        assert np.array_equal(bits(got), bits(want[:, :, first : first + count]))
+    expected = tuple(pages.copy() for pages in target.v_pages)
+    reference_pages.unpack_tokens(expected, want, target.page_table, spec.start)
+    placed = child.submit(triton_child.unpack, np.stack(target.v_pages), want, target.page_table, spec.start, 0).result()
+    assert np.array_equal(bits(placed), bits(np.stack(expected)))
+
+
+@pytest.mark.parametrize("family", ["gemma2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "qwen3"))])
+def test_an_engine_on_these_kernels_says_what_it_says_on_portable_ones(child: ProcessPoolExecutor, tmp_path: Path, family: str) -> None:
+    """Nothing but the dispatch point differs. Gemma 2 has windows on every other layer and capped scores."""
+    model = make_tiny_family(tmp_path / "model", family)
+    prompts = [random_ids(seed, length) for seed, length in ((1, 23), (2, 18))]
+    paths, (tokens, planes) = child.submit(triton_child.generate_with_triton, model, prompts, 4).result()
+    assert paths == {TRITON}
+    engine = make_engine("torch", model)
+    want_tokens, want_planes = triton_child.generate(engine, prompts, 4)
+    assert tokens == want_tokens
+    for got, want in zip(planes, want_planes, strict=True):
+        assert relative_error(got, want) < 1e-5
+    assert not any(engine.stats().fallbacks.values())
+
+
+def planned(batch: RaggedBatch, num_processors: int = 8) -> Plan:
+    return triton_child.plan_of(batch, (batch.options.window,), num_processors=num_processors)
 
 
 @settings(max_examples=100, deadline=None)

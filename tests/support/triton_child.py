@@ -1,5 +1,7 @@
-"""A child process in which Triton's kernels are interpreted on the CPU. Triton decides when it is first imported, so whoever needs both
-interpreted and compiled kernels needs two processes; the tests' own imports no Triton for this.
+"""A child process in which Triton's kernels are interpreted on the CPU.
+
+Triton decides when it is first imported, so whoever needs both interpreted and compiled kernels needs two processes. Nothing here imports
+it but the functions that run in the child.
 """
 
 from __future__ import annotations
@@ -10,16 +12,28 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from typing import TypeVar
+from pathlib import Path
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 
+from pddbridge.engine import Engine
+from pddbridge.kv_spec import TokenRange
+from pddkernels.ragged_paged_attention import reference
+from pddkernels.ragged_paged_attention.options import AttentionOptions
+from pddkernels.ragged_paged_attention.triton_plan import Plan, plan
+from pddkernels.ragged_paged_attention.triton_tiles import GFX942, SM80, SM90, Geometry, Gpu, Tile, Tiles, next_power_of_two, tiles_for
+from pddkernels.torch_ops import Problem, TorchOps, triton_ops
+from pddtorch.arrays import to_numpy, to_torch
+from tests.support.engines import Row, make_engine, step_of
 from tests.support.ragged_batches import RaggedBatch
-
-Result = TypeVar("Result")
 
 # Low and narrow, so that batches of a few dozen tokens take several tiles, several blocks of keys, and split ranges.
 SMALL = "small"
+CPU = torch.device("cpu")
+_GPUS = {gpu.family: gpu for gpu in (SM80, SM90, GFX942)}
+_FEW_PROCESSORS = Gpu("sm90", 8, 227 * 1024)
 
 
 @contextmanager
@@ -31,67 +45,55 @@ def interpreting_process() -> Iterator[ProcessPoolExecutor]:
 
 def _start() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
-    torch = importlib.import_module("torch")
     torch.set_num_threads(1)
     if not importlib.import_module("triton").knobs.runtime.interpret:
         raise RuntimeError("Triton was imported before it was told to interpret")
 
 
-def attend(
-    batch: RaggedBatch, tiles: str = SMALL, *, spread_queries: bool = False, windows: tuple[int | None, ...] | None = None
-) -> np.ndarray:
-    """float64 [T, heads, dim]. ``tiles``: SMALL, or the GPU family whose tiles to take · ``spread_queries``: leave room between tokens ·
-    ``windows``: what to plan for, by default what the batch has and no window."""
-    import torch
-
-    from pddkernels.ragged_paged_attention import triton as kernels
-    from pddkernels.ragged_paged_attention.triton_plan import plan
-    from pddkernels.ragged_paged_attention.triton_tiles import GFX942, SM80, SM90, tiles_for
-    from pddtorch.arrays import to_numpy, to_torch
-
-    queries, k_pages, v_pages = (to_torch(array) for array in (batch.queries, batch.k_pages, batch.v_pages))
-    if spread_queries:
-        queries = torch.nn.functional.pad(queries, (0, 0, 0, 3))[:, : queries.shape[1]]
-    geometry = geometry_of(batch)
-    gpus = {gpu.family: gpu for gpu in (SM80, SM90, GFX942)}
-    step = plan(
-        batch.row_starts,
-        batch.context_lens,
-        batch.page_tables,
-        geometry=geometry,
-        tiles=small_tiles(geometry.group) if tiles == SMALL else tiles_for(geometry, gpus[tiles]),
-        windows=windows or (None, batch.options.window),
-        num_processors=8 if tiles == SMALL else gpus[tiles].num_processors,
-        device=torch.device("cpu"),
-    )
-    sinks = None if batch.sinks is None else torch.from_numpy(batch.sinks)
-    return to_numpy(kernels.ragged_paged_attention(queries, k_pages, v_pages, step, batch.options, sinks)).astype(np.float64)
-
-
-def geometry_of(batch: RaggedBatch):  # type: ignore[no-untyped-def]
-    from pddkernels.ragged_paged_attention.triton_tiles import Geometry
-
+def geometry_of(batch: RaggedBatch) -> Geometry:
     _, num_kv_heads, page_size, dim = batch.k_pages.shape
     return Geometry(batch.queries.shape[1], num_kv_heads, dim, page_size, batch.queries.itemsize)
 
 
-def small_tiles(group: int):  # type: ignore[no-untyped-def]
-    from pddkernels.ragged_paged_attention.triton_tiles import Tile, Tiles, next_power_of_two
-
+def small_tiles(group: int) -> Tiles:
     rows = next_power_of_two(group)
     return Tiles(few=Tile(max(16, rows), 16, 4, 3, 1, 16), many=Tile(max(32, rows), 32, 4, 3, 1, 32))
+
+
+def plan_of(batch: RaggedBatch, windows: tuple[int | None, ...], tiles: str = SMALL, num_processors: int = 8) -> Plan:
+    """``tiles``: SMALL, or the GPU family whose tiles and number of processors to take."""
+    geometry = geometry_of(batch)
+    return plan(
+        batch.row_starts,
+        batch.context_lens,
+        batch.page_tables,
+        geometry=geometry,
+        tiles=small_tiles(geometry.group) if tiles == SMALL else tiles_for(geometry, _GPUS[tiles]),
+        windows=windows,
+        num_processors=num_processors if tiles == SMALL else _GPUS[tiles].num_processors,
+        device=CPU,
+    )
+
+
+def attend(
+    batch: RaggedBatch, tiles: str = SMALL, *, spread_queries: bool = False, windows: tuple[int | None, ...] | None = None
+) -> np.ndarray:
+    """float64 [T, heads, dim]. ``tiles``: see ``plan_of`` · ``spread_queries``: leave room between tokens · ``windows``: what to plan for,
+    by default the batch's, and none."""
+    from pddkernels.ragged_paged_attention import triton as kernels
+
+    queries, k_pages, v_pages = (to_torch(array) for array in (batch.queries, batch.k_pages, batch.v_pages))
+    if spread_queries:
+        queries = F.pad(queries, (0, 0, 0, 3))[:, : queries.shape[1]]
+    step = plan_of(batch, windows or (None, batch.options.window), tiles)
+    sinks = None if batch.sinks is None else torch.from_numpy(batch.sinks)
+    return to_numpy(kernels.ragged_paged_attention(queries, k_pages, v_pages, step, batch.options, sinks)).astype(np.float64)
 
 
 def attend_beyond_two_to_the_31(num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """(attended, expected) of one decode row whose pages are the last ones of pools of more than 2**31 values each, of which the rest is
     never touched and so has no memory."""
-    import torch
-
-    from pddkernels.ragged_paged_attention import reference
     from pddkernels.ragged_paged_attention import triton as kernels
-    from pddkernels.ragged_paged_attention.options import AttentionOptions
-    from pddkernels.ragged_paged_attention.triton_plan import plan
-    from pddkernels.ragged_paged_attention.triton_tiles import Geometry
 
     dim, page_size = 64, 16
     used = -(-num_tokens // page_size)
@@ -111,8 +113,82 @@ def attend_beyond_two_to_the_31(num_tokens: int) -> tuple[np.ndarray, np.ndarray
         tiles=small_tiles(2),
         windows=(None,),
         num_processors=1,
-        device=torch.device("cpu"),
+        device=CPU,
     )
     got = kernels.ragged_paged_attention(torch.from_numpy(queries), pools[0], pools[1], step, options)
     tails = [pool[-used:].numpy() for pool in pools]
     return got.double().numpy(), reference.ragged_paged_attention(queries, *tails, row_starts, context_lens, table, options)
+
+
+def append(batch: RaggedBatch, pages: tuple[np.ndarray, np.ndarray], new: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """(k_pages, v_pages) after a plan of ``batch`` appended ``new``: parts of wider rows, and two tokens more than the plan knows, as in a
+    captured graph's padding."""
+    from pddkernels.kv_pages import triton as kernels
+
+    k_pages, v_pages = (to_torch(array.copy()) for array in pages)
+    keys, values = (F.pad(to_torch(array), (0, 0, 0, 3, 0, 2), value=9.0)[:, : array.shape[1]] for array in new)
+    step = plan_of(batch, (None,))
+    kernels.append(k_pages, v_pages, keys, values, F.pad(step.slots, (0, 2)), step.num_tokens)
+    return to_numpy(k_pages), to_numpy(v_pages)
+
+
+def pack(layers: np.ndarray, page_table: np.ndarray, start: int, stop: int, first_head: int, num_heads: int) -> np.ndarray:
+    """Wire order of some heads of ``layers`` [L, N, kv_heads, page_size, dim]."""
+    from pddkernels.kv_pages import triton as kernels
+
+    return to_numpy(kernels.pack_tokens(to_torch(layers), torch.from_numpy(page_table), start, stop, first_head, num_heads))
+
+
+def unpack(layers: np.ndarray, values: np.ndarray, page_table: np.ndarray, start: int, first_head: int) -> np.ndarray:
+    """``layers`` after ``values`` were placed."""
+    from pddkernels.kv_pages import triton as kernels
+
+    pool = to_torch(layers.copy())
+    kernels.unpack_tokens(pool, to_torch(values), torch.from_numpy(page_table), start, first_head)
+    return to_numpy(pool)
+
+
+Generated = tuple[list[list[int]], list[np.ndarray]]
+
+
+def generate_with_triton(model_dir: Path, prompts: list[np.ndarray], count: int) -> tuple[set[str], Generated]:
+    """``generate`` on an engine whose dispatch point gives Triton's kernels: the paths it gave, and what came out."""
+    import pddtorch.engine
+
+    paths: set[str] = set()
+
+    def choose(problem: Problem, device: torch.device) -> TorchOps:
+        ops = triton_ops(problem, device, _FEW_PROCESSORS, small_tiles(problem.num_heads // problem.num_kv_heads))
+        paths.add(ops.path)
+        return ops
+
+    pddtorch.engine.choose = choose
+    return paths, generate(make_engine("torch", model_dir), prompts, count)
+
+
+def generate(engine: Engine, prompts: list[np.ndarray], count: int) -> Generated:
+    """``count`` greedy tokens per prompt, and the last prompt's KV by plane.
+
+    Prompts are prefilled whole, each beside the decode rows of those before; then all rows decode in one batch. The last one's KV is read
+    and written to other pages, from which it decodes.
+    """
+    pages = [list(range(8 * i, 8 * i + 8)) for i in range(len(prompts))]
+    tokens: list[list[int]] = [[] for _ in prompts]
+
+    def step(rows: list[int], *chunks: Row) -> None:
+        pending = []
+        for i in rows:
+            known = np.concatenate((prompts[i], np.array(tokens[i], np.int32)))
+            pending.append(Row(known[-1:], len(known) - 1, pages[i], log_ids=np.array(tokens[i], np.int32), prompt_ids=prompts[i]))
+        for i, record in zip(rows, engine.step(step_of(*chunks, *pending)).records, strict=True):
+            tokens[i].append(record.token_id)
+
+    for i, ids in enumerate(prompts):
+        step(list(range(i)), Row(ids[:-1], 0, pages[i], samples=False))
+    blocks = engine.read_kv(np.array(pages[-1], np.int32), TokenRange(0, len(prompts[-1]) - 1))
+    pages[-1] = [8 * len(prompts) + page for page in range(8)]
+    for block in blocks:
+        engine.write_kv(np.array(pages[-1], np.int32), block)
+    while any(len(ids) < count for ids in tokens):
+        step([i for i, ids in enumerate(tokens) if len(ids) < count])
+    return tokens, [block.values for block in blocks]
