@@ -110,7 +110,7 @@ def test_pallas_kernels_compile_for_v5e(tmp_path: Path) -> None:
     for row in done.rows:
         memory = row["memory"]
         assert isinstance(memory, dict)
-        assert 0 < memory["arguments_bytes"] < memory["peak_bytes"] < 16e9
+        assert 0 < memory["arguments_bytes"] <= memory["peak_bytes"] < 16e9
         instructions = row["instructions"]
         assert isinstance(instructions, dict)
         assert instructions["kernel_calls"] == ("ragged_paged_attention" in str(row["what"]))
