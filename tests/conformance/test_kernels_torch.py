@@ -65,7 +65,8 @@ def test_tiny_heads(spec: BatchSpec) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=2000, deadline=None)
+@pytest.mark.timeout(1800)
+@settings(max_examples=1000, deadline=None)
 @given(batch_specs())
 def test_many_drawn_batches(spec: BatchSpec) -> None:
     check_attention(attention, spec)

@@ -63,7 +63,8 @@ def test_drawn_batches(spec: BatchSpec) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@pytest.mark.timeout(1800)
+@settings(max_examples=60, deadline=None)
 @given(batch_specs())
 def test_many_drawn_batches(spec: BatchSpec) -> None:
     check_attention(attention, spec)

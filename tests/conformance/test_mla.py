@@ -89,13 +89,15 @@ def test_torch_on_drawn_batches(spec: MLASpec) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=50, deadline=None)
+@pytest.mark.timeout(1800)
+@settings(max_examples=30, deadline=None)
 @given(mla_specs)
 def test_xla_on_drawn_batches(spec: MLASpec) -> None:
     check_mla(xla_mla, spec)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @settings(max_examples=500, deadline=None)
 @given(mla_specs)
 def test_torch_on_many_drawn_batches(spec: MLASpec) -> None:
