@@ -59,10 +59,10 @@ class TorchEngine:
         self._model = LlamaModel(self._spec, weights, dtype, self._device)
         self._kv_spec = KVSpec.gqa(self._spec.num_layers, self._spec.num_kv_heads, self._spec.head_dim, config.kv_dtype)
         self._layout = head_major(config.page_size, config.kv_dtype)
-        self._pool = KVPool(self._kv_spec, config.num_pages, config.page_size, self._device)
         windows = tuple(dict.fromkeys(self._spec.layer_windows))
         heads = (self._spec.num_heads, self._spec.num_kv_heads, self._spec.head_dim)
         self._ops = choose(Problem(*heads, config.page_size, dtype, kv_dtype, windows), self._device)
+        self._pool = KVPool(self._kv_spec, config.num_pages, config.page_size, self._ops, self._device)
         self._num_steps = 0
         # On a CPU every linear should be packed; where torch cannot, it shows here.
         self._fallbacks = {"unpacked_linear": weights.num_unpacked if self._device.type == "cpu" else 0}

@@ -10,17 +10,17 @@ import numpy as np
 import torch
 
 from pddbridge.engine import KVBlock, PendingKV, ReadyKV
-from pddbridge.kv_spec import HeadRange, KVGroup, KVPlane, KVSpec, LayerRange, TokenRange
-from pddkernels.kv_pages.portable_torch import pack_tokens, slot_rows, unpack_tokens
+from pddbridge.kv_spec import HeadRange, KVGroup, KVSpec, LayerRange, TokenRange
+from pddkernels.torch_ops import TorchOps
 from pddtorch.arrays import TORCH_DTYPES, to_numpy, to_torch
 
 
 class KVPool:
     """Per layer and plane a tensor [num_pages + 1, kv_heads, page_size, dim]. The last page is scratch for warming up, nobody else's."""
 
-    def __init__(self, spec: KVSpec, num_pages: int, page_size: int, device: torch.device) -> None:
+    def __init__(self, spec: KVSpec, num_pages: int, page_size: int, ops: TorchOps, device: torch.device) -> None:
         (self._group,) = _single_group(spec)
-        self.page_size = page_size
+        self._ops = ops
         self.scratch_page = num_pages
         self._planes = {
             plane.name: torch.zeros(
@@ -54,12 +54,8 @@ class KVPool:
 
     def _packed(self, page_table: np.ndarray, tokens: TokenRange) -> list[torch.Tensor]:
         """Per plane [layers, tokens, heads, dim], on the device."""
-        packed = []
-        for plane in self._group.planes:
-            pool = self._planes[plane.name]
-            rows = self._rows(page_table, tokens, HeadRange(0, plane.num_heads), plane)
-            packed.append(pack_tokens(pool.unbind(0), rows, plane.num_heads))
-        return packed
+        planes = ((self._planes[plane.name], plane.num_heads) for plane in self._group.planes)
+        return [self._ops.pack(pool, page_table, tokens.start, tokens.stop, 0, num_heads) for pool, num_heads in planes]
 
     def _blocks(self, packed: list[torch.Tensor], tokens: TokenRange) -> tuple[KVBlock, ...]:
         layers = LayerRange(0, len(self.layers))
@@ -70,26 +66,17 @@ class KVPool:
 
     def write(self, page_table: np.ndarray, block: KVBlock) -> None:
         """Place a block, already checked, into its slots and into no other."""
-        plane = next(plane for plane in self._group.planes if plane.name == block.plane)
-        pool = self._planes[plane.name]
-        rows = self._rows(page_table, block.tokens, block.heads, plane)
+        pool = self._planes[block.plane]
         values = to_torch(block.values)
         if self._copies is not None:
             values = values.pin_memory()  # a copy, so the block's memory is free; from here the device fetches it while the next one comes
         values = values.to(pool.device, non_blocking=True)
-        unpack_tokens(pool[block.layers.start : block.layers.stop].unbind(0), rows, values)
+        self._ops.unpack(pool[block.layers.start : block.layers.stop], values, page_table, block.tokens.start, block.heads.start)
 
     def copy_page(self, source: int, destination: int) -> None:
         """All layers, planes, heads and slots of a page."""
         for pool in self._planes.values():
             pool[:, destination].copy_(pool[:, source])
-
-    def _rows(self, page_table: np.ndarray, tokens: TokenRange, heads: HeadRange, plane: KVPlane) -> torch.Tensor:
-        positions = np.arange(tokens.start, tokens.stop)
-        pages = page_table[positions // self.page_size]
-        head_ids = np.arange(heads.start, heads.stop)
-        rows = slot_rows(pages, positions % self.page_size, head_ids, plane.num_heads, self.page_size)
-        return to_torch(rows).to(self._planes[plane.name].device)
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def append_tokens(
         tl.store(v_pages + to, v.to(v_pages.dtype.element_ty), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start", "num_tokens", "first_head", "num_heads"])  # else a compilation for each kind of number
 def move_tokens(
     pages,
     wire,

@@ -121,7 +121,7 @@ def _scan(
     return acc, highest, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window"])
 def attend_tiles(
     queries,
     k_pages,
