@@ -120,10 +120,11 @@ def conform(
 
     request = Request(a, b, model, model_b, dtype, levels, seed, prompt_tokens, threads, (page_a, page_b), json_file)
     try:
-        raise typer.Exit(conform_status(request, cache_dir(), _wide_console()))
-    except (ValueError, OSError) as error:
+        status = conform_status(request, cache_dir(), _wide_console())
+    except (ValueError, OSError, RuntimeError) as error:  # frameworks raise RuntimeError for a device they do not have
         _fail(error)
         raise typer.Exit(2) from error
+    raise typer.Exit(status)
 
 
 @app.command("compile")

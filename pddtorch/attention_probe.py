@@ -6,13 +6,8 @@ import numpy as np
 import torch
 
 from pddkernels.ragged_paged_attention.options import AttentionOptions
-from pddkernels.ragged_paged_attention.portable_torch import plan_attention, ragged_paged_attention
+from pddkernels.torch_ops import Problem, choose
 from pddtorch.arrays import to_numpy, to_torch
-
-
-def path(device: str) -> str:
-    """Which implementation the engine uses on ``device``."""
-    return "portable"
 
 
 @torch.inference_mode()
@@ -25,20 +20,13 @@ def attend(
     context_lens: np.ndarray,
     page_tables: np.ndarray,
     options: AttentionOptions,
-) -> np.ndarray:
-    """The op as :mod:`pddkernels.ragged_paged_attention.reference` defines it, in the dtype of ``queries``: float32 [T, heads, dim]."""
+) -> tuple[np.ndarray, str]:
+    """The op as :mod:`pddkernels.ragged_paged_attention.reference` defines it, by the path that an engine takes for these shapes and dtypes
+    on ``device``: float32 [T, heads, dim], and the path's name with what was counted as a fallback.
+    """
     on = torch.device(device)
     q, k, v = (to_torch(array).to(on) for array in (queries, k_pages, v_pages))
     _, num_kv_heads, page_size, dim = k_pages.shape
-    plan = plan_attention(
-        row_starts,
-        context_lens,
-        page_tables,
-        num_kv_heads=num_kv_heads,
-        page_size=page_size,
-        head_dim=dim,
-        mask_dtype=torch.promote_types(q.dtype, k.dtype),
-        device=on,
-        windows=(options.window,),
-    )
-    return to_numpy(ragged_paged_attention(q, k, v, plan, options).float())
+    ops = choose(Problem(queries.shape[1], num_kv_heads, dim, page_size, q.dtype, k.dtype, (options.window,)), on)
+    out = ops.plan(row_starts, context_lens, page_tables).attend(q, k, v, options)
+    return to_numpy(out.float()), ", ".join((ops.path, *ops.fallbacks))

@@ -81,7 +81,9 @@ def _check(engine: Engine, way: str, what: str, compared: Sequence[tuple[str, np
 
 def _check_kv(engine: Engine, way: str, blocks: Sequence[KVBlock], want: OraclePass, tolerance: float) -> Check:
     found = []
-    for block, by_layer in zip(blocks, (want.keys, want.values), strict=True):
+    planes = {"k": want.keys, "v": want.values}
+    for block in blocks:
+        by_layer = planes[block.plane]
         for layer, values in enumerate(block.values):
             wanted = by_layer[block.layers.start + layer]
             first = len(values) - len(wanted)  # a sliding-window layer of the oracle keeps its last tokens only

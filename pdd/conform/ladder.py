@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,14 +21,12 @@ from pdd.conform.report import Check, Level, Report
 from pdd.conform.side import Dtype, Side, open_engine
 from pddbridge.engine import Engine
 from pddbridge.fingerprint import fingerprint
-from pddbridge.kv_wire import WireError
 
 P = ParamSpec("P")
 Tell = Callable[[str], None]
 OpenSide = Callable[[Side, Dtype], Engine]
 
-# What engines and frameworks raise where they cannot do what a level asks: out of memory, a kernel that does not run, a broken contract.
-_FAILURES = (ValueError, RuntimeError, AssertionError, WireError)
+_log = logging.getLogger(__name__)
 _DIRECTIONS = ((0, 1), (1, 0))
 
 
@@ -46,7 +46,8 @@ def run(sides: tuple[Side, Side], plan: Plan, cache_dir: Path, tell: Tell, open_
             else:
                 a, b = (open_side(side, dtype) for side in sides)
             ladder.compare(dtype, (a, b))
-            del a, b  # the workers of L4 load the model again
+            del a, b
+            gc.collect()  # the next dtype's engines, or L4's workers, need the device's memory
         if "L4" in plan.levels:
             ladder.system(dtype)
     return Report(
@@ -130,7 +131,9 @@ class _Ladder:
         self._tell(f"{dtype}: {level} {way}")
         try:
             self.checks += check(*args, **kwargs)
-        except _FAILURES as error:
+        except Exception as error:  # noqa: BLE001
+            # Whatever a framework, a compiler or a driver raises where it cannot do what the level asks.
+            _log.exception("%s %s %s", level, dtype, way)
             why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             self.checks.append(Check(level, dtype, way, "could not be carried out", False, note=why))
 

@@ -80,6 +80,16 @@ class Report:
         return all(check.passed for check in self.checks)
 
     @property
+    def audits(self) -> dict[str, Audit]:
+        """By dtype, over both directions and all samplers."""
+        found: dict[str, Audit] = {}
+        for check in self.checks:
+            if check.audit is not None:
+                before = found.get(check.dtype, Audit(0, 0))
+                found[check.dtype] = Audit(before.tokens + check.audit.tokens, before.disagreements + check.audit.disagreements)
+        return found
+
+    @property
     def failed_levels(self) -> tuple[str, ...]:
         """In the ladder's order."""
         failed = {check.level for check in self.checks if not check.passed}
@@ -92,11 +102,12 @@ def within(error: float, tolerance: float) -> bool:
 
 
 def save(report: Report, file: Path) -> None:
-    """JSON: the report's fields, ``passed``, ``failed_levels``, each audit's ``rate``. Numbers that JSON has no word for become null."""
-    fields = asdict(report) | {"passed": report.passed, "failed_levels": list(report.failed_levels)}
-    for fields_of, check in zip(fields["checks"], report.checks, strict=True):
-        if check.audit is not None:
-            fields_of["audit"]["rate"] = check.audit.rate
+    """JSON: the fields, ``passed``, ``failed_levels`` and ``audit_rates`` by dtype. Numbers that JSON has no word for become null."""
+    fields = asdict(report) | {
+        "passed": report.passed,
+        "failed_levels": list(report.failed_levels),
+        "audit_rates": {dtype: audit.rate for dtype, audit in report.audits.items()},
+    }
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(_finite(fields), indent=1) + "\n", encoding="utf-8")
 
@@ -126,10 +137,17 @@ def show(report: Report, console: Console) -> None:
     for check in report.checks:
         if check.parting is not None:
             console.print(f"{check.level} {check.dtype} {check.way} {check.what}: {_said(check.parting)}", soft_wrap=True)
-    for check in report.checks:
-        if check.audit is not None:
-            differently = f"{check.audit.disagreements} of {check.audit.tokens} given tokens differently ({100 * check.audit.rate:.1f} %)"
-            console.print(f"{check.dtype} {check.way} {check.what}: the receiver would have chosen {differently}", soft_wrap=True)
+    for dtype, audit in report.audits.items():
+        parts = ", ".join(
+            f"{check.way} {check.what.removesuffix(' audit')} {check.audit.disagreements}/{check.audit.tokens}"
+            for check in report.checks
+            if check.audit is not None and check.dtype == dtype
+        )
+        console.print(
+            f"audit {dtype}: receivers would have chosen {audit.disagreements} of {audit.tokens} given tokens differently"
+            f" ({100 * audit.rate:.1f} %): {parts}",
+            soft_wrap=True,
+        )
     for side, counted in report.fallbacks.items():
         if any(counted.values()):
             console.print(f"fallbacks {side}: {', '.join(f'{name} {count}' for name, count in counted.items() if count)}", soft_wrap=True)

@@ -23,6 +23,7 @@ from tests.support.faulty_engines import (
     ReversedOnArrival,
     ReversedOnTheWire,
 )
+from tests.support.tiny_families import FAMILIES, make_tiny_family
 from tests.support.tiny_models import make_tiny_llama
 
 Wrap = Callable[[Engine], Engine]
@@ -84,6 +85,28 @@ def test_engines_that_agree_pass(a: str, b: str, dtypes: tuple[Dtype, ...], mode
     assert all(audit.tokens == 7 for audit in audits)
 
 
+def test_a_family_with_windows_and_caps(tmp_path: Path) -> None:
+    model_dir = make_tiny_family(tmp_path / "gemma2", "gemma2")
+    report = climb(sides("torch:cpu", "torch:cpu", model_dir), plan(), tmp_path)
+    assert [check for check in report.checks if not check.passed] == []
+    assert [check.what for check in report.checks if check.level == "L1" and check.way == "a"] == [
+        "attention, window 16, mixed rows",
+        "attention, window 16, decode rows",
+        "attention, mixed rows",
+        "attention, decode rows",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("a", ["torch:cpu", "jax:cpu"])
+def test_every_family(a: str, family: str, tmp_path: Path) -> None:
+    """Biases, norms and rotations of each, too."""
+    model_dir = make_tiny_family(tmp_path / family, family)
+    report = climb(sides(a, "torch:cpu", model_dir), plan(), tmp_path)
+    assert [check for check in report.checks if not check.passed] == []
+
+
 def test_the_report_as_json(model_dir: Path, tmp_path: Path) -> None:
     report = climb(sides("torch:cpu", "torch:cpu", model_dir), plan(("L0", "L3")), tmp_path)
     save(report, tmp_path / "out" / "report.json")
@@ -91,7 +114,8 @@ def test_the_report_as_json(model_dir: Path, tmp_path: Path) -> None:
     assert fields["passed"] is True
     assert fields["failed_levels"] == []
     assert {check["level"] for check in fields["checks"]} == {"handshake", "L0", "L3"}
-    assert [check["audit"] for check in fields["checks"] if check["audit"]] == [{"tokens": 7, "disagreements": 0, "rate": 0.0}] * 4
+    assert [check["audit"] for check in fields["checks"] if check["audit"]] == [{"tokens": 7, "disagreements": 0}] * 4
+    assert fields["audit_rates"] == {"float32": 0.0}
 
 
 # --- another model on side b
@@ -204,4 +228,4 @@ def test_a_level_that_raises_has_failed_and_the_others_go_on(model_dir: Path, tm
     report = climb(sides("torch:cpu", "torch:cpu", model_dir), plan(("L0", "L1")), tmp_path, Refuses)
     assert report.failed_levels == ("L0",)
     assert all("RuntimeError: out of memory" in check.note for check in report.checks if not check.passed)
-    assert [check.passed for check in report.checks if check.level == "L1"] == [True, True]
+    assert [check.passed for check in report.checks if check.level == "L1"] == [True] * 4
