@@ -36,7 +36,8 @@ MessageName = Literal["hello", "welcome", "refuse"]
 @dataclass(frozen=True)
 class Handshake:
     """One process's side. ``epoch``: drawn anew at every start of the process, 64 bits; ``fingerprint`` as :mod:`pddbridge.fingerprint`;
-    ``name``: for errors and logs only. ``wire_layout`` names and versions the order of payloads, however the engine stores its KV.
+    ``name``: for errors and logs, and what a receiver that knows its senders knows them by. ``wire_layout`` names and versions the order of
+    payloads, however the engine stores its KV.
     """
 
     protocol_version: int
@@ -99,14 +100,18 @@ def refuse(error: HandshakeError) -> bytes:
     return encode_message("refuse", {name: getattr(error, name) for name in names})
 
 
-def check_hello(body: dict[str, str], mine: Handshake) -> Terms:
-    """Receiver's side. Raises HandshakeError where ``body`` differs from ``mine``, WireError if it is no hello."""
+def check_hello(body: dict[str, str], mine: Handshake, peers: Collection[str] | None = None) -> Terms:
+    """Receiver's side. Raises HandshakeError where ``body`` differs from ``mine`` and for a sender that is not among ``peers``, the names
+    that the topology knows (None: anyone); WireError if it is no hello.
+    """
     theirs = parse_terms(body)
     for field, value in _compared(mine).items():
         if theirs.compared[field] != value:
             raise HandshakeError(field, theirs.name, theirs.compared[field], mine.name, value)
     if theirs.receiver_epoch != mine.epoch:
         raise HandshakeError("receiver_epoch", theirs.name, str(theirs.receiver_epoch), mine.name, str(mine.epoch))
+    if peers is not None and theirs.name not in peers:
+        raise HandshakeError("name", theirs.name, theirs.name, mine.name, f"only {sorted(peers)}")
     return theirs
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Final
 
@@ -52,6 +52,7 @@ class LinkState:
 class KVLinks:
     """Lives on one event loop. ``place``, ``complete``, ``failed`` as :class:`pddbridge.links.incoming.IncomingTransfers` says.
     ``nixl``: a started agent, which its owner closes after this; None: no NIXL. ``codecs``: of pushes over TCP; None: all are raw.
+    ``peers``: names of the workers whose KV is taken, those of the topology; None: anyone's.
     """
 
     def __init__(
@@ -62,11 +63,12 @@ class KVLinks:
         failed: Failed,
         nixl: NixlAgent | None = None,
         codecs: CodecChoice | None = None,
+        peers: Collection[str] | None = None,
     ) -> None:
         self._codecs = codecs or CodecChoice({}, ())
-        self._tcp_server = KVServer(handshake, place, complete, failed, codecs=self._codecs.taken)
-        self._shm_server = ShmServer(handshake, self._tcp_server.incoming)
-        self._nixl_server = NixlServer(handshake, self._tcp_server.incoming, nixl) if nixl else None
+        self._tcp_server = KVServer(handshake, place, complete, failed, codecs=self._codecs.taken, peers=peers)
+        self._shm_server = ShmServer(handshake, self._tcp_server.incoming, peers=peers)
+        self._nixl_server = NixlServer(handshake, self._tcp_server.incoming, nixl, peers=peers) if nixl else None
         self._tcp = KVSender(handshake)
         self._shm = ShmSender(handshake)
         self._nixl = NixlSender(handshake, nixl) if nixl else None

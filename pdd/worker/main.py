@@ -120,12 +120,13 @@ async def _run(config: LaunchConfig, worker: WorkerConfig, topology: Topology, c
         speeds = await asyncio.to_thread(measure_codecs, facts.kv_spec) if rules else ()
         codecs = CodecChoice(rules, speeds, codecs_taken(config, worker.site))
         handshake = Handshake(PROTOCOL_VERSION, semantic, facts.kv_spec, service.epoch, worker.name)
-        traffic = KVTraffic(handshake, step_loop, await nixl, codecs)
+        known = {place.name for place in topology.workers}
+        traffic = KVTraffic(handshake, step_loop, await nixl, codecs, known)
         try:
             await traffic.start(place.kv.host, place.kv.port)
         except OSError as error:
             raise WorkerError(f"kv_port: cannot listen on {place.kv}: {error.strerror or error}") from error
-        service.begin(Runtime(facts, config.model, semantic, step_loop, traffic))
+        service.begin(Runtime(facts, config.model, semantic, step_loop, traffic, _receivers(topology, worker)))
         for name in ("", SERVICE_NAME):
             await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
         report("ready")
@@ -143,6 +144,12 @@ async def _run(config: LaunchConfig, worker: WorkerConfig, topology: Topology, c
             await agent.close()
         step_loop.stop()
         await asyncio.to_thread(step_loop.join, _JOIN_S if traffic is not None else 0.0)
+
+
+def _receivers(topology: Topology, worker: WorkerConfig) -> dict[str, tuple[str, int]]:
+    """Where ``worker`` may push KV: to the others, as its site reaches them."""
+    routes = {place.name: route for place in topology.workers for route in place.routes if route.from_site == worker.site}
+    return {name: (route.kv.host, route.kv.port) for name, route in routes.items() if name != worker.name}
 
 
 async def _start_nixl(config: LaunchConfig, epoch: int) -> NixlAgent | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pdd.errors import Code, PddError
@@ -23,15 +24,19 @@ class Opening:
     complete_targets: tuple[str, ...]
 
 
-def parse_open(message: worker_pb2.Open, vocab_size: int, max_context_tokens: int, now: float) -> Opening:
+# Where each worker of the topology receives, as seen from here; None: KV may be pushed anywhere.
+Receivers = Mapping[str, tuple[str, int]] | None
+
+
+def parse_open(message: worker_pb2.Open, vocab_size: int, max_context_tokens: int, receivers: Receivers, now: float) -> Opening:
     """Raises PddError INVALID_ARGUMENT naming field, value and what is allowed. ``now``: monotonic seconds, deadlines count from it."""
     try:
-        return _parse(message, vocab_size, max_context_tokens, now)
+        return _parse(message, vocab_size, max_context_tokens, receivers, now)
     except ValueError as error:
         raise PddError(Code.INVALID_ARGUMENT, str(error)) from error
 
 
-def _parse(message: worker_pb2.Open, vocab_size: int, max_context_tokens: int, now: float) -> Opening:
+def _parse(message: worker_pb2.Open, vocab_size: int, max_context_tokens: int, receivers: Receivers, now: float) -> Opening:
     if not message.request_id:
         raise ValueError("request_id: empty")
     if not message.prompt_ids:
@@ -45,7 +50,7 @@ def _parse(message: worker_pb2.Open, vocab_size: int, max_context_tokens: int, n
         raise ValueError(f"timeout_s: given {message.timeout_s}, must be finite and above 0")
     if message.kv_source not in (worker_pb2.KV_SOURCE_COMPUTE, worker_pb2.KV_SOURCE_TRANSFER):
         raise ValueError(f"kv_source: given {message.kv_source}, allowed COMPUTE or TRANSFER")
-    pushes, complete = _parse_targets(message)
+    pushes, complete = _parse_targets(message, receivers)
     command = OpenRequest(
         request_id=message.request_id,
         tenant=message.tenant,
@@ -61,7 +66,7 @@ def _parse(message: worker_pb2.Open, vocab_size: int, max_context_tokens: int, n
     return Opening(command, pushes, complete)
 
 
-def _parse_targets(message: worker_pb2.Open) -> tuple[tuple[PushSpec, ...], tuple[str, ...]]:
+def _parse_targets(message: worker_pb2.Open, receivers: Receivers) -> tuple[tuple[PushSpec, ...], tuple[str, ...]]:
     stop = len(message.prompt_ids) - 1
     pushes: list[PushSpec] = []
     complete: list[str] = []
@@ -77,6 +82,9 @@ def _parse_targets(message: worker_pb2.Open) -> tuple[tuple[PushSpec, ...], tupl
             raise ValueError(f"push_to[{index}].transfer_id: given 0, but tokens from {to.first_token} to {stop} are to be sent")
         if not (to.host and 0 < to.port < 65536):
             raise ValueError(f"push_to[{index}]: given host {to.host!r} port {to.port}, a host and a port from 1 to 65535 are needed")
+        if receivers is not None and receivers.get(to.target) != (to.host, to.port):
+            known = sorted(f"{name} at {host}:{port}" for name, (host, port) in receivers.items())
+            raise ValueError(f"push_to[{index}]: given {to.target!r} at {to.host}:{to.port}, the topology has {known}")
         if (link := to.link or "tcp") not in LINK_CHOICES:
             raise ValueError(f"push_to[{index}].link: given {to.link!r}, allowed {list(LINK_CHOICES)}")
         pushes.append(PushSpec(to.target, to.host, to.port, to.epoch, to.transfer_id, TokenRange(to.first_token, stop), link, to.nixl_port))

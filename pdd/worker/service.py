@@ -18,7 +18,7 @@ import grpc.aio
 from pdd.errors import Code, PddError
 from pdd.worker import messages as m
 from pdd.worker.kv_links import LinkState
-from pdd.worker.open_command import parse_open
+from pdd.worker.open_command import Receivers, parse_open
 from pdd.worker.session import Session
 from pdd.worker.step_loop import EngineFacts, Events, StepLoop, StepLoopEndedError
 from pdd.worker.transfers import KVTraffic
@@ -31,13 +31,14 @@ AttachContext = grpc.aio.ServicerContext[worker_pb2.WorkerCommand, worker_pb2.Wo
 
 @dataclass(frozen=True)
 class Runtime:
-    """What there is once the engine is warm."""
+    """What there is once the engine is warm. ``receivers``: where KV may be pushed, as :mod:`pdd.worker.open_command` says."""
 
     facts: EngineFacts
     model_name: str
     fingerprint: str
     step_loop: StepLoop
     traffic: KVTraffic
+    receivers: Receivers = None
 
     @property
     def max_context_tokens(self) -> int:
@@ -180,7 +181,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             raise PddError(Code.UNAVAILABLE, f"worker {self._name}: not ready")
         if first.WhichOneof("command") != "open":
             raise PddError(Code.INVALID_ARGUMENT, f"the first command must be open, given {first.WhichOneof('command')}")
-        opening = parse_open(first.open, runtime.facts.spec.vocab_size, runtime.max_context_tokens, time.monotonic())
+        opening = parse_open(first.open, runtime.facts.spec.vocab_size, runtime.max_context_tokens, runtime.receivers, time.monotonic())
         request_id = opening.command.request_id
         if request_id in self._sessions:
             raise PddError(Code.INVALID_ARGUMENT, f"request_id: {request_id!r} is in use")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -66,13 +66,20 @@ PushOutcome = Pushed | PushFailed
 
 
 class KVTraffic:
-    """The worker's receiving and sending ends. ``step_loop`` is the one whose engine's KV ``handshake`` describes. ``nixl`` and
-    ``codecs`` as :class:`KVLinks` says.
+    """The worker's receiving and sending ends. ``step_loop`` is the one whose engine's KV ``handshake`` describes. ``nixl``,
+    ``codecs`` and ``peers`` as :class:`KVLinks` says.
     """
 
-    def __init__(self, handshake: Handshake, step_loop: StepLoop, nixl: NixlAgent | None = None, codecs: CodecChoice | None = None) -> None:
+    def __init__(
+        self,
+        handshake: Handshake,
+        step_loop: StepLoop,
+        nixl: NixlAgent | None = None,
+        codecs: CodecChoice | None = None,
+        peers: Collection[str] | None = None,
+    ) -> None:
         self._step_loop = step_loop
-        self._links = KVLinks(handshake, self._place, self._complete, self._failed, nixl, codecs)
+        self._links = KVLinks(handshake, self._place, self._complete, self._failed, nixl, codecs, peers)
         self._owners: dict[int, str] = {}  # transfer id -> request id
         self._last_id = 0
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from types import TracebackType
 
 import grpc.aio
 
 from pdd.worker.executor import ExecutorLimits
 from pdd.worker.kv_codecs import CodecChoice
+from pdd.worker.open_command import Receivers
 from pdd.worker.service import Runtime, WorkerService
 from pdd.worker.step_loop import StepLoop
 from pdd.worker.transfers import KVTraffic
@@ -40,7 +41,11 @@ class WorkerHarness:
         check_idle_within_s: float = IDLE_WITHIN_S,
         with_nixl: bool = False,
         codecs: CodecChoice | None = None,
+        peers: Collection[str] | None = None,
+        receivers: Receivers = None,
     ) -> None:
+        self._peers = peers
+        self._receivers = receivers
         self.name = name
         self.crashes: list[BaseException] = []
         self._make_engine = make_engine
@@ -64,13 +69,13 @@ class WorkerHarness:
             self._nixl = NixlAgent(f"{self.name}-{self.service.epoch:x}")
             await self._nixl.start()
         handshake = Handshake(PROTOCOL_VERSION, semantic, facts.kv_spec, self.service.epoch, self.name)
-        self.traffic = KVTraffic(handshake, self.step_loop, self._nixl, self._codecs)
+        self.traffic = KVTraffic(handshake, self.step_loop, self._nixl, self._codecs, self._peers)
         self.kv_port = await self.traffic.start("127.0.0.1", 0)
         self.server = make_server()
         worker_pb2_grpc.add_WorkerServicer_to_server(self.service, self.server)
         self.port = bind(self.server, "127.0.0.1", 0)
         await self.server.start()
-        self.runtime = Runtime(facts, "tiny", semantic, self.step_loop, self.traffic)
+        self.runtime = Runtime(facts, "tiny", semantic, self.step_loop, self.traffic, self._receivers)
         self.service.begin(self.runtime)
         self.channel = open_channel("127.0.0.1", self.port)
         self.stub = worker_pb2_grpc.WorkerStub(self.channel)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 
 import numpy as np
 
@@ -24,8 +24,10 @@ from pddbridge.links.slots import MESSAGE_BYTES, SLOT_BYTES
 class NixlServer(SlotServer):
     """``agent`` is started and closed by its owner. Each connection may write into ``num_slots`` slots of its own, never into pages."""
 
-    def __init__(self, handshake: Handshake, incoming: IncomingTransfers, agent: NixlAgent, num_slots: int = 4) -> None:
-        super().__init__(handshake, incoming, max_placing=num_slots)
+    def __init__(
+        self, handshake: Handshake, incoming: IncomingTransfers, agent: NixlAgent, num_slots: int = 4, peers: Collection[str] | None = None
+    ) -> None:
+        super().__init__(handshake, incoming, max_placing=num_slots, peers=peers)
         self._agent = agent
         self._num_slots = num_slots
 

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -61,7 +61,7 @@ class Landing(Protocol):
 
 class SlotServer(ABC):
     """Blocks are placed straight from the memory that the sender wrote: their values are good until ``place`` returns.
-    At most ``max_placing`` frames per connection are answered at once.
+    At most ``max_placing`` frames per connection are answered at once. ``peers``: names of the senders that are taken; None: anyone's.
     """
 
     def __init__(
@@ -72,7 +72,9 @@ class SlotServer(ABC):
         max_placing: int = 16,
         max_connections: int = 64,
         handshake_timeout_s: float = 10.0,
+        peers: Collection[str] | None = None,
     ) -> None:
+        self._peers = peers
         self._handshake = handshake
         self._incoming = incoming
         self._max_placing = max_placing
@@ -100,7 +102,7 @@ class SlotServer(ABC):
     async def _greet(self, sock: socket.socket, body: dict[str, str]) -> None:
         """Answer a hello."""
         try:
-            check_hello(body, self._handshake)
+            check_hello(body, self._handshake, self._peers)
         except HandshakeError as error:
             await tcp_io.send(sock, refuse(error), memoryview(b""))
             raise

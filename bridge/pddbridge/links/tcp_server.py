@@ -46,7 +46,8 @@ class KVServer:
 
     At most ``max_placing`` frames (1 MiB each) per connection are in memory at once; then the connection is not read until one is placed.
     A connection on which nothing comes for ``idle_timeout_s`` is closed: senders keep theirs alive, so this one's is gone.
-    ``codecs``: those of payloads that are taken, beside raw; a lossy one only if it is named here.
+    ``codecs``: those of payloads that are taken, beside raw; a lossy one only if it is named here. ``peers``: names of the senders that are
+    taken; None: anyone's.
     """
 
     def __init__(
@@ -61,7 +62,9 @@ class KVServer:
         handshake_timeout_s: float = 10.0,
         idle_timeout_s: float = 60.0,
         codecs: Collection[CodecId] = LOSSLESS,
+        peers: Collection[str] | None = None,
     ) -> None:
+        self._peers = peers
         self._handshake = handshake
         self._incoming = IncomingTransfers(handshake.kv_spec, handshake.epoch, place, complete, failed)
         self._buffers = FrameBuffers()
@@ -164,7 +167,7 @@ class KVServer:
     async def _greet(self, sock: socket.socket) -> None:
         _, body = await tcp_io.receive_message(sock, ("hello",))
         try:
-            check_hello(body, self._handshake)
+            check_hello(body, self._handshake, self._peers)
         except HandshakeError as error:
             await tcp_io.send(sock, refuse(error), memoryview(b""))
             raise
