@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -41,6 +43,11 @@ def worst_per_vector(got: np.ndarray, want: np.ndarray) -> Worst:
 
 def worst_absolute(got: np.ndarray, want: np.ndarray) -> Worst:
     return _worst(np.abs(got.astype(np.float64) - want))
+
+
+def largest(found: Sequence[tuple[Worst, str]]) -> tuple[Worst, str]:
+    """The worst of several, each with where it was found; NaN counts as the largest of all."""
+    return max(found, key=lambda item: math.inf if math.isnan(item[0].error) else item[0].error)
 
 
 def first_unequal(got: np.ndarray, want: np.ndarray) -> tuple[int, tuple[int, ...]] | None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from pdd.conform.compare import Worst, worst_relative
+from pdd.conform.compare import largest, worst_relative
 from pdd.conform.oracle import Oracle, OraclePass
 from pdd.conform.plan import MIXED_STEP, Tolerance
 from pdd.conform.report import Check, within
@@ -74,7 +73,7 @@ def _mixed(engine: Engine, oracle: Oracle, ids: np.ndarray, pages: ScatteredPage
 
 
 def _check(engine: Engine, way: str, what: str, compared: Sequence[tuple[str, np.ndarray, np.ndarray]], tolerance: float) -> Check:
-    worst, place = _largest([(worst_relative(got, want), where) for where, got, want in compared])
+    worst, place = largest([(worst_relative(got, want), where) for where, got, want in compared])
     where = f"{place}, id {worst.place[0]}"
     return Check("L2", engine.config.compute_dtype, way, what, within(worst.error, tolerance), worst.error, tolerance, where)
 
@@ -90,10 +89,5 @@ def _check_kv(engine: Engine, way: str, blocks: Sequence[KVBlock], want: OracleP
             worst = worst_relative(values[first:], wanted)
             token, head, _ = worst.place
             found.append((worst, f"{block.plane} layer {block.layers.start + layer} head {head} token {first + token}"))
-    worst, where = _largest(found)
+    worst, where = largest(found)
     return Check("L2", engine.config.compute_dtype, way, "KV", within(worst.error, tolerance), worst.error, tolerance, where)
-
-
-def _largest(found: Sequence[tuple[Worst, str]]) -> tuple[Worst, str]:
-    """NaN counts as the largest of all."""
-    return max(found, key=lambda item: math.inf if math.isnan(item[0].error) else item[0].error)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from pdd.conform.compare import worst_relative
+from pdd.conform.compare import largest, worst_relative
 from pdd.conform.judge import Judgement, Stream, judge_alone, judge_audit, judge_streams
 from pdd.conform.oracle import Oracle
 from pdd.conform.plan import Plan, Tolerance
@@ -138,11 +138,12 @@ def _check_ingested(receiver: Engine, rows: Sequence[_HandedOver], way: str, pro
     extended = max((row for row in rows if not row.audited and row.sampler == audited.sampler), key=lambda row: len(row.given))
     count = min(len(extended.given), len(audited.chosen) - 1)
     tokens = TokenRange(len(prompt) - 1, len(prompt) + count)
-    worst, where = 0.0, ""
+    found = []
     for one, other in zip(receiver.read_kv(extended.pages, tokens), receiver.read_kv(audited.pages, tokens), strict=True):
-        found = worst_relative(one.values, other.values)
-        if not found.error <= worst:
-            layer, token, head, _ = found.place
-            worst, where = found.error, f"{one.plane} layer {one.layers.start + layer} head {head} token {tokens.start + token}"
-    dtype = receiver.config.compute_dtype
-    return Check("L3", dtype, way, "KV, one extend against stepwise", within(worst, tolerance.kv), worst, tolerance.kv, where)
+        worst = worst_relative(one.values, other.values)
+        layer, token, head, _ = worst.place
+        found.append((worst, f"{one.plane} layer {one.layers.start + layer} head {head} token {tokens.start + token}"))
+    worst, where = largest(found)
+    passed = within(worst.error, tolerance.kv)
+    what = "KV, one extend against stepwise"
+    return Check("L3", receiver.config.compute_dtype, way, what, passed, worst.error, tolerance.kv, where)

@@ -20,6 +20,7 @@ from tests.support.faulty_engines import (
     LosesAPage,
     MixesUpRows,
     OtherRandomNumbers,
+    ReplaysBadly,
     ReversedOnArrival,
     ReversedOnTheWire,
 )
@@ -213,6 +214,14 @@ def test_other_random_numbers_are_named_by_the_sampled_streams_of_l3(model_dir: 
     report = climb(sides("torch:cpu", "torch:cpu", model_dir), plan(("L2", "L3")), tmp_path, OtherRandomNumbers)
     assert report.failed_levels == ("L3",)
     assert all("sampled" in check.what for check in report.checks if not check.passed)
+
+
+def test_a_replay_that_is_not_decode_is_named_by_l3_with_its_place(model_dir: Path, tmp_path: Path) -> None:
+    report = climb(sides("torch:cpu", "torch:cpu", model_dir), plan(("L2", "L3")), tmp_path, ReplaysBadly)
+    assert report.failed_levels == ("L3",)
+    bad = [check for check in report.checks if not check.passed and check.what.startswith("KV")]
+    assert [check.way for check in bad] == ["a->b"]
+    assert bad[0].where.endswith(" token 69"), "the last prompt token: the first that the row took in"
 
 
 def test_rows_that_are_mixed_up_are_named_by_l2(model_dir: Path, tmp_path: Path) -> None:

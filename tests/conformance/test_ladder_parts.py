@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from pdd.cli import app
-from pdd.conform.compare import first_unequal, worst_absolute, worst_per_vector, worst_relative
+from pdd.conform.compare import first_unequal, largest, worst_absolute, worst_per_vector, worst_relative
 from pdd.conform.l1_op import MIXED_ROWS, check_attention, make_batch
 from pdd.conform.oracle import verdict
 from pdd.conform.plan import Plan
@@ -70,6 +70,9 @@ def test_nan_is_the_largest_error_and_never_within() -> None:
         assert worst.place == (1, 2, 3)
         assert not within(worst.error, math.inf)
     assert worst_per_vector(got, want).place == (1, 2)
+    bad, good = worst_absolute(got, want), worst_absolute(want, want)
+    for order in ([(bad, "bad"), (good, "good")], [(good, "good"), (bad, "bad")]):
+        assert largest(order) == (bad, "bad")
     bits = np.zeros((2, 2), np.float32)
     assert first_unequal(bits, -bits) == (4, (0, 0)), "minus zero has other bits"
     assert first_unequal(np.full(2, np.nan, np.float32), np.full(2, np.nan, np.float32)) is None
