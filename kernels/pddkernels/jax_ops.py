@@ -45,8 +45,8 @@ class JaxOps:
 
     @property
     def storage_dtype(self) -> np.dtype:
-        """The KV dtype itself for kernels; the portable path keeps two-byte floats as uint16 bits."""
-        return np.dtype(self.kv_dtype if self.path == "pallas" else xla_pages.storage_dtype(self.kv_dtype))
+        """Two-byte floats are kept as uint16 bits: XLA may lose which NaN it was while it moves a bfloat16."""
+        return np.dtype(xla_pages.storage_dtype(self.kv_dtype))
 
     @property
     def token_shape(self) -> tuple[int, int]:
@@ -126,7 +126,7 @@ class JaxOps:
         """[T, kv_heads, dim] twice -> [T, *token_shape] in storage form."""
         both = xla_pages.interleave(keys, values)
         if round_to is not None:
-            both = both.astype(round_to) if self.path == "pallas" else xla_pages.encode(both, round_to)
+            both = xla_pages.encode(both, round_to)
         planes, lanes = self.token_shape
         return jnp.pad(both, ((0, 0), (0, planes - both.shape[1]), (0, lanes - both.shape[2])))
 

@@ -65,11 +65,10 @@ def ragged_paged_attention(
 ) -> jax.Array:
     """The op as :mod:`pddkernels.ragged_paged_attention.reference` defines it: [T, heads, dim] in the queries' dtype.
 
-    ``queries`` [T, heads, dim] float32 or bfloat16 · ``pages`` [N, page_size, 2 * kv_heads or more, dim or more] float32 or bfloat16,
-    k0 v0 k1 v1 ..., the new tokens' KV already stored · ``row_starts`` [R + 1], ``context_lens`` [R], ``page_tables`` [R, P],
-    ``num_rows`` [1] i32: rows past ``num_rows`` are ignored, whatever these say of them ·
-    ``sinks`` [heads] float32 · ``kv_heads``: how many heads are real,
-    None for all that the pages have. Tokens of no row give zeros.
+    ``queries`` [T, heads, dim] float32 or bfloat16 · ``pages`` [N, page_size, 2 * kv_heads or more, dim or more] float32, bfloat16 or the
+    latter's bits in uint16, k0 v0 k1 v1 ..., the new tokens' KV already stored · ``row_starts`` [R + 1], ``context_lens`` [R],
+    ``page_tables`` [R, P], ``num_rows`` [1] i32: rows past ``num_rows`` are ignored, whatever these say of them ·
+    ``sinks`` [heads] float32 · ``kv_heads``: how many heads are real, None for all that the pages have. Tokens of no row give zeros.
 
     Static shapes, so it may be traced inside jit or, on its share of the heads, inside shard_map. Raises ValueError for shapes and dtypes
     that the kernel does not support.
@@ -102,7 +101,7 @@ def ragged_paged_attention(
         max_items=num_blocks + context_lens.shape[0],
         num_cores=blocks.num_cores,
         unroll=not interpret,
-        dtype=jnp.promote_types(queries.dtype, pages.dtype),
+        dtype=jnp.promote_types(queries.dtype, jnp.bfloat16 if pages.dtype == jnp.uint16 else pages.dtype),
     )
     block = pl.BlockSpec((num_heads, query_tokens, lanes), lambda core, i, *_: (0, i * blocks.num_cores + core, 0))
     inputs = [plan, page_tables.reshape(-1), by_head, pages]
@@ -180,9 +179,10 @@ def _check(
     kv_heads: int,
     interpret: bool,
 ) -> None:
-    for name, dtype in (("queries", queries.dtype), ("pages", pages.dtype)):
-        if dtype not in (jnp.float32, jnp.bfloat16):
-            raise ValueError(f"{name}: given {dtype}, allowed float32 or bfloat16")
+    if queries.dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"queries: given {queries.dtype}, allowed float32 or bfloat16")
+    if pages.dtype not in (jnp.float32, jnp.bfloat16, jnp.uint16):
+        raise ValueError(f"pages: given {pages.dtype}, allowed float32, bfloat16 or its bits in uint16")
     num_heads, dim = queries.shape[1:]
     num_planes, stored_dim = pages.shape[2:]
     if num_heads % kv_heads or num_planes % 2 or num_planes < 2 * kv_heads:
