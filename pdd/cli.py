@@ -109,6 +109,7 @@ def conform(
     dtype: Annotated[str, typer.Option(help="of compute and KV: float32, bfloat16 or both")] = "both",
     levels: Annotated[str, typer.Option(help="some of L0,L1,L2,L3,L4")] = "L0,L1,L2,L3,L4",
     seed: Annotated[int, typer.Option(help="of prompts, bits and sampling")] = 0,
+    prompt: Annotated[str, typer.Option(help="text, or random ids for a model without a tokenizer (which L4 needs)")] = "text",
     prompt_tokens: Annotated[int, typer.Option(help="of the prompt that is handed over")] = 270,
     threads: Annotated[int, typer.Option(help="of each engine on the host")] = 1,
     page_a: Annotated[int, typer.Option(help="page size of a's KV, tokens")] = 32,
@@ -118,7 +119,7 @@ def conform(
     """Whether two engines on their devices agree, from bytes to whole streams. Exit status 1 when a level fails, 2 for wrong options."""
     from pdd.conform.command import Request, conform_status
 
-    request = Request(a, b, model, model_b, dtype, levels, seed, prompt_tokens, threads, (page_a, page_b), json_file)
+    request = Request(a, b, model, model_b, dtype, levels, seed, prompt, prompt_tokens, threads, (page_a, page_b), json_file)
     try:
         status = conform_status(request, cache_dir(), _wide_console())
     except (ValueError, OSError, RuntimeError) as error:  # frameworks raise RuntimeError for a device they do not have

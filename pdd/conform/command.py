@@ -10,11 +10,13 @@ from rich.console import Console
 
 from pdd.conform.ladder import run
 from pdd.conform.plan import Plan
+from pdd.conform.prompts import PromptKind
 from pdd.conform.report import LEVELS, save, show
 from pdd.conform.side import Dtype, parse_side, prepare_environment
 from pdd.launch.serve import end_on_signal
 from pdd.models import resolve
 
+_PROMPTS: Final[dict[str, PromptKind]] = {kind: kind for kind in get_args(PromptKind)}
 _DTYPES: Final[dict[str, tuple[Dtype, ...]]] = {**{dtype: (dtype,) for dtype in get_args(Dtype)}, "both": get_args(Dtype)}
 
 
@@ -29,6 +31,7 @@ class Request:
     dtype: str
     levels: str
     seed: int
+    prompt: str
     prompt_tokens: int
     threads: int
     page_sizes: tuple[int, int]
@@ -44,7 +47,16 @@ def conform_status(request: Request, cache_dir: Path, console: Console) -> int:
     levels = tuple(request.levels.split(","))
     if not set(levels) <= set(LEVELS):
         raise ValueError(f"--levels: given {request.levels!r}, allowed some of {','.join(LEVELS)}")
-    plan = Plan(levels, _DTYPES[request.dtype], request.seed, prompt_tokens=request.prompt_tokens, threads=request.threads)
+    if request.prompt not in _PROMPTS:
+        raise ValueError(f"--prompt: given {request.prompt!r}, allowed {list(_PROMPTS)}")
+    plan = Plan(
+        levels,
+        _DTYPES[request.dtype],
+        request.seed,
+        prompt=_PROMPTS[request.prompt],
+        prompt_tokens=request.prompt_tokens,
+        threads=request.threads,
+    )
     dirs = [resolve(model, cache_dir) for model in (request.model, request.model_b or request.model)]
     a = parse_side("a", request.a, dirs[0], request.page_sizes[0])
     b = parse_side("b", request.b, dirs[1], request.page_sizes[1])

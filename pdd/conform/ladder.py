@@ -84,7 +84,7 @@ class _Ladder:
     def __init__(self, sides: tuple[Side, Side], plan: Plan, cache_dir: Path, tell: Tell) -> None:
         self._sides, self._plan, self._cache_dir, self._tell = sides, plan, cache_dir, tell
         self._oracle = Oracle(sides[0].model_dir)
-        self._prompt = prompt_ids(sides[0].model_dir, plan.prompt_tokens, plan.seed)
+        self._prompt = prompt_ids(sides[0].model_dir, plan.prompt, plan.prompt_tokens, plan.seed)
         self.checks: list[Check] = []
         self.fallbacks: dict[str, dict[str, int]] = {}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from pdd.conform.prompts import PromptKind
 from pdd.conform.side import Dtype, Sizes
 from pddbridge.sampling_params import SamplingParams
 
@@ -33,8 +34,9 @@ MIXED_STEP_TOKENS: Final = sum(MIXED_STEP)
 
 @dataclass(frozen=True)
 class Plan:
-    """``prompt_tokens``: of the prompt that is handed over · ``handoffs``: log lengths at which it is · ``new_tokens``: that the receiver
-    then makes · ``step_tokens``: of the largest step, so longer prompts come in chunks. Raises ValueError naming the field.
+    """``prompt``: where its ids come from · ``prompt_tokens``: of the prompt that is handed over · ``handoffs``: log lengths at which it
+    is · ``new_tokens``: that the receiver then makes · ``step_tokens``: of the largest step, so longer prompts come in chunks. Raises
+    ValueError naming the field.
     """
 
     levels: tuple[str, ...]
@@ -45,6 +47,7 @@ class Plan:
     new_tokens: int = 20
     step_tokens: int = 128
     threads: int = 1
+    prompt: PromptKind = "text"
 
     def __post_init__(self) -> None:
         for name, least in (("prompt_tokens", 2), ("new_tokens", 1), ("threads", 1), ("seed", 0)):

@@ -18,6 +18,7 @@ from pdd.conform.compare import first_unequal, largest, worst_absolute, worst_pe
 from pdd.conform.l1_op import MIXED_ROWS, check_attention, make_batch
 from pdd.conform.oracle import verdict
 from pdd.conform.plan import Plan
+from pdd.conform.prompts import prompt_ids
 from pdd.conform.report import within
 from pdd.conform.side import Dtype, parse_side
 from pddbridge.sampling import sample
@@ -112,6 +113,22 @@ def test_the_margin_is_how_far_logits_must_move(seed: int, temperature: float, p
     assert moved(seen.margin / 2 - 1e-3) != token or seen.margin < 4e-3
 
 
+def test_prompts_depend_on_the_seed_alone(tmp_path: Path) -> None:
+    model_dir = make_tiny_llama(tmp_path / "m")
+    for kind in ("text", "random"):
+        ids = prompt_ids(model_dir, kind, 2000, seed=1)
+        assert ids.dtype == np.int32
+        assert ids.shape == (2000,)
+        assert 0 <= ids.min() <= ids.max() < 300
+        assert np.array_equal(ids, prompt_ids(model_dir, kind, 2000, seed=1))
+        assert not np.array_equal(ids, prompt_ids(model_dir, kind, 2000, seed=2))
+    for file in model_dir.glob("tokenizer*"):
+        file.unlink()
+    assert len(prompt_ids(model_dir, "random", 5, seed=1)) == 5
+    with pytest.raises(ValueError, match="tokenizer"):
+        prompt_ids(model_dir, "text", 5, seed=1)
+
+
 @pytest.mark.parametrize("text", ["jax", "cuda:0", "jax:", ":cpu", "numpy:cpu"])
 def test_a_side_is_engine_and_device(text: str) -> None:
     with pytest.raises(ValueError, match=r"--a: given .* allowed ENGINE:DEVICE"):
@@ -134,6 +151,7 @@ def test_a_plan_that_cannot_be_carried_out_names_its_field(field: str, value: ob
         ["--a", "jax:cpu", "--b", "torch:cpu", "--levels", "L0,L7"],
         ["--a", "jax:cpu", "--b", "torch:cpu", "--dtype", "float64"],
         ["--a", "jax:cpu", "--b", "torch:cpu", "--prompt-tokens", "1"],
+        ["--a", "jax:cpu", "--b", "torch:cpu", "--prompt", "prose"],
         ["--a", "jax:cpu"],
     ],
 )
