@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from pdd.policy.link import LinkSnapshot, delaying_bytes
+
 Pipeline = Literal["direct", "relay"]
 # Bounded set: it labels a metric. The text of a decision carries the figures.
 PipelineReason = Literal["within_budget", "over_budget", "link_unmeasured", "forced", "main_lost", "no_relay", "relay_full", "relay_lost"]
@@ -17,7 +19,7 @@ class PipelineSnapshot:
 
     ``main_miss_tokens``: prompt tokens whose KV main lacks · ``goodput_bytes_s``: estimate of the link from prefill to main, None when
     nothing is known of it · ``rtt_s``: round trip to main · ``relay``: "none" configured, "full", "lost" (unreachable) or "available" ·
-    ``main_available``: False when main could not be reached.
+    ``main_available``: False when main could not be reached · ``link``: from prefill to main as prefill last told; None: nothing was sent.
     """
 
     main_miss_tokens: int
@@ -28,6 +30,7 @@ class PipelineSnapshot:
     relay_running: int
     relay_capacity: int
     main_available: bool = True
+    link: LinkSnapshot | None = None
 
 
 @dataclass(frozen=True)
@@ -41,12 +44,17 @@ class PipelineDecision:
 
 
 def predict_kv_s(snapshot: PipelineSnapshot) -> float | None:
-    """Seconds until main's missing KV has arrived: a round trip (connect, acknowledge) plus bytes over goodput; 0 if nothing is missing."""
+    """Seconds until main's missing KV has arrived: a round trip (connect, acknowledge) plus bytes over goodput, those of other transfers
+    that go before it included; 0 if nothing is missing. The link's own measure of its goodput counts where there is no other.
+    """
     if snapshot.main_miss_tokens == 0:
         return 0.0
-    if snapshot.goodput_bytes_s is None:
+    link = snapshot.link or LinkSnapshot()
+    goodput_bytes_s = snapshot.goodput_bytes_s or link.goodput_bytes_s
+    if not goodput_bytes_s:
         return None
-    return snapshot.rtt_s + snapshot.main_miss_tokens * snapshot.kv_bytes_per_token / snapshot.goodput_bytes_s
+    num_bytes = snapshot.main_miss_tokens * snapshot.kv_bytes_per_token
+    return snapshot.rtt_s + (num_bytes + delaying_bytes(link, num_bytes)) / goodput_bytes_s
 
 
 def choose_pipeline(snapshot: PipelineSnapshot, forced: Pipeline | None, direct_budget_s: float) -> PipelineDecision:

@@ -11,6 +11,7 @@ from pdd.config import LaunchConfig
 from pdd.errors import Code, PddError
 from pdd.serving.acceptor import Acceptor
 from pdd.serving.link_estimate import LinkEstimate
+from pdd.serving.link_metrics import LinkCollector
 from pdd.serving.metrics import Metrics
 from pdd.serving.request import Delta, GenerationRequest, Override
 from pdd.serving.run_request import RequestRun, RunContext
@@ -48,6 +49,7 @@ class Coordinator:
         self._running: dict[str, asyncio.Task[None]] = {}
         for worker in pool.workers:
             metrics.worker_ready.labels(worker.name).set_function(worker.readiness)
+        metrics.registry.register(LinkCollector(pool.workers))
 
     @property
     def limits(self) -> Limits:

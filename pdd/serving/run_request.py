@@ -118,9 +118,10 @@ class RequestRun:
 
     def _snapshot(self, reserved: Reservation) -> PipelineSnapshot:
         main, relay, prefill = self._main, self._relay, self._pool.route("prefill")
-        goodput = None
+        goodput, link = None, None
         if main is not None and prefill is not None:
             goodput = self._links.goodput_bytes_s((prefill.place.site, main.worker.place.site))
+            link = prefill.link_to(main.worker.name)
         return PipelineSnapshot(
             main_miss_tokens=self._prompt_tokens - 1 if main is None else main.miss_tokens(self._prompt_tokens),
             kv_bytes_per_token=self._pool.workers[0].info.kv_bytes_per_token,
@@ -130,6 +131,7 @@ class RequestRun:
             relay_running=0 if relay is None else relay.worker.num_held,
             relay_capacity=0 if relay is None else relay.worker.info.max_rows,
             main_available=main is not None,
+            link=link,
         )
 
     def _start_prefill(self) -> None:

@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 
 from pdd.errors import Code, PddError
+from pdd.policy.link import LinkSnapshot
 from pdd.policy.routing import WorkerLoad, least_loaded
 from pdd.roles import Role
 from pdd.serving.worker_events import Failed
@@ -38,7 +39,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class PooledWorker:
-    """One worker. ``num_held``: requests that hold something on it now; ``rtts_s``: latest round trips, of which the smallest counts."""
+    """One worker. ``num_held``: requests that hold something on it now; ``rtts_s``: latest round trips, of which the smallest counts;
+    ``told_at_s``: when ``info`` came, monotonic.
+    """
 
     place: WorkerPlace
     channel: grpc.aio.Channel
@@ -47,6 +50,7 @@ class PooledWorker:
     ready: bool
     num_held: int = 0
     rtts_s: deque[float] = field(default_factory=lambda: deque(maxlen=16))
+    told_at_s: float = field(default_factory=time.monotonic)
 
     @property
     def name(self) -> str:
@@ -55,6 +59,21 @@ class PooledWorker:
     @property
     def rtt_s(self) -> float:
         return min(self.rtts_s, default=0.0)
+
+    def link_to(self, receiver: str) -> LinkSnapshot | None:
+        """The link that this worker pushed most to ``receiver`` over, as it last told; None if it never did."""
+        states = [state for state in self.info.links if state.receiver == receiver]
+        if not states:
+            return None
+        state = max(states, key=lambda state: state.kv_bytes)
+        return LinkSnapshot(
+            goodput_bytes_s=state.goodput_bytes_s if state.HasField("goodput_bytes_s") else None,
+            wire_bytes_s=state.wire_bytes_s if state.HasField("wire_bytes_s") else None,
+            round_trip_s=state.round_trip_s if state.HasField("round_trip_s") else None,
+            queued_bytes=state.queued_bytes,
+            num_transfers=state.num_transfers,
+            age_s=time.monotonic() - self.told_at_s,
+        )
 
     def attach(self, timeout_s: float) -> WorkerStream:
         """A new stream; the caller opens, counts and closes it."""
@@ -152,7 +171,7 @@ class WorkerPool:
                     _log.info("worker %s is ready again, epoch %d", worker.name, info.epoch)
                 worker.ready = info.ready
                 if info.ready:  # one that still loads does not know itself yet
-                    worker.info = info
+                    worker.info, worker.told_at_s = info, time.monotonic()
 
 
 def check_fit(infos: list[worker_pb2.WorkerInfo]) -> None:

@@ -225,6 +225,7 @@ def _link_state(state: LinkState) -> worker_pb2.LinkState:
         round_trip_s=stats.round_trip_s,
         queued_bytes=stats.queued_bytes,
         num_connections=stats.num_connections,
+        num_transfers=stats.num_transfers,
         kv_bytes=stats.delivered_bytes,
         kv_wire_bytes=stats.delivered_wire_bytes,
         codec=state.codec.name,

@@ -54,12 +54,12 @@ class CuttingProxy:
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         fault = self._faults[self.num_connections] if self.num_connections < len(self._faults) else None
+        stalled = asyncio.Event()
+        self._open.append(stalled)  # before anybody can see that there is one more
         self.num_connections += 1
         up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._target_port)
         pair = {writer, up_writer}
         self._writers |= pair
-        stalled = asyncio.Event()
-        self._open.append(stalled)
         with contextlib.suppress(OSError):
             forth = self._pump(reader, up_writer, fault if fault and fault.kind != "cut_replies" else None, stalled)
             back = self._pump(up_reader, writer, fault if fault and fault.kind == "cut_replies" else None, stalled)

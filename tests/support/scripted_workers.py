@@ -187,6 +187,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self.proposed = 0
         self.computed_prompt_tokens = 0
         self.received_bytes = 0
+        self.links: list[pb.LinkState] = []  # what it says it measured
         self.epoch = 1
         self.port = 0
         self._next_transfer = 1
@@ -223,6 +224,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             vocab_size=VOCAB_SIZE,
             kv_dtype="float32",
             max_rows=self.script.max_rows,
+            links=self.links,
         )
 
     async def Attach(  # noqa: N802

@@ -124,7 +124,8 @@ class SlotPeer:
     def stats(self) -> LinkStats:
         queued = sum(transfer.owed_bytes for transfer in self._transfers.values())
         rate = self._goodput.bytes_per_s
-        return LinkStats(rate, rate, self._round_trip.smoothed_s, queued, int(self.connected), self.bytes_sent, self.bytes_sent)
+        load = (queued, self.num_live, int(self.connected))
+        return LinkStats(rate, rate, self._round_trip.smoothed_s, *load, self.bytes_sent, self.bytes_sent)
 
     def add(self, transfer: OutgoingTransfer) -> None:
         """Connects if nothing is connected. Raises ValueError for an id that is in use here."""

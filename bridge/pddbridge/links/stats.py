@@ -16,13 +16,14 @@ class LinkStats:
     """To one receiver. ``goodput_bytes_per_s``: KV, as stored, acknowledged after placing, while frames were in flight; smoothed over about
     2 s of traffic. ``wire_bytes_per_s``: the same of payloads as sent, smaller where they are coded. ``round_trip_s``: of handshakes and
     pings on an idle connection, smoothed. All None until measured. ``queued_bytes``: KV pushed and not acknowledged, now.
-    ``delivered_bytes``, ``delivered_wire_bytes``: since the start, as the rates.
+    ``num_transfers``: open now. ``delivered_bytes``, ``delivered_wire_bytes``: since the start, as the rates.
     """
 
     goodput_bytes_per_s: float | None
     wire_bytes_per_s: float | None
     round_trip_s: float | None
     queued_bytes: int
+    num_transfers: int
     num_connections: int
     delivered_bytes: int
     delivered_wire_bytes: int

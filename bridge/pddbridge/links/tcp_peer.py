@@ -101,7 +101,8 @@ class Peer:
     def stats(self) -> LinkStats:
         queued = sum(transfer.owed_bytes for transfer in self._transfers.values())
         rates = (self._goodput.bytes_per_s, self._wire_rate.bytes_per_s)
-        return LinkStats(*rates, self._round_trip.smoothed_s, queued, len(self._connections), self.bytes_sent, self.wire_bytes_sent)
+        load = (queued, self.num_live, len(self._connections))
+        return LinkStats(*rates, self._round_trip.smoothed_s, *load, self.bytes_sent, self.wire_bytes_sent)
 
     def add(self, transfer: OutgoingTransfer) -> None:
         """Connects if nothing is connected. Raises ValueError for an id that is in use here."""

@@ -16,6 +16,7 @@ from pddbridge.codecs import CodecId
 from pddbridge.codecs_base import CodecSpeed
 from pddbridge.kv_spec import KVSpec
 from pddbridge.links.stats import LinkStats
+from pddbridge.rpc.gen import worker_pb2
 from tests.support.deployments import launch_config
 from tests.support.fake_engine import KV_SPEC, FakeEngine, expected_log
 from tests.support.worker_harness import WorkerHarness
@@ -27,7 +28,7 @@ INT8 = CodecSpeed(CodecId.INT8_BLOCKS, False, 1.88, 0.6e9, 1.6e9)
 
 def delivered(bytes_per_s: float, ratio: float = 1.0) -> LinkStats:
     """A link that was seen to deliver so much KV."""
-    return LinkStats(bytes_per_s, bytes_per_s / ratio, 0.05, 0, 2, 1000, round(1000 / ratio))
+    return LinkStats(bytes_per_s, bytes_per_s / ratio, 0.05, 0, 0, 2, 1000, round(1000 / ratio))
 
 
 def with_link(**fields: object) -> LaunchConfig:
@@ -138,6 +139,13 @@ async def test_a_worker_s_kv_is_coded_and_the_receiver_decodes_the_same_tokens()
         assert ledger.kv_codecs == {"ZSTD_PLANES": 2}
         assert ledger.kv_bytes_sent == 2 * 79 * KV_SPEC.bytes_per_token
         assert ledger.kv_coding_ratio == ledger.kv_bytes_sent / ledger.kv_wire_bytes_sent > 1.1
+        info = await prefill.stub.Info(worker_pb2.InfoRequest())
+        (link,) = info.links
+        assert (link.receiver, link.link, link.codec, link.queued_bytes, link.num_transfers) == ("main", "tcp", "ZSTD_PLANES", 0, 0)
+        assert (link.kv_bytes, link.kv_wire_bytes) == (ledger.kv_bytes_sent, ledger.kv_wire_bytes_sent)
+        assert link.goodput_bytes_s > link.wire_bytes_s > 0
+        assert 0 < link.round_trip_s < 5
+        assert link.num_connections >= 1
         received = await main.ledger()
         assert (received.kv_bytes_received, received.kv_wire_bytes_received) == (ledger.kv_bytes_sent, ledger.kv_wire_bytes_sent)
 

@@ -64,7 +64,7 @@ class WorkerInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., engine: _Optional[str] = ..., device: _Optional[str] = ..., epoch: _Optional[int] = ..., fingerprint: _Optional[str] = ..., model_name: _Optional[str] = ..., ready: _Optional[bool] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., vocab_size: _Optional[int] = ..., kv_dtype: _Optional[str] = ..., layout: _Optional[str] = ..., num_running: _Optional[int] = ..., max_rows: _Optional[int] = ..., kv_links: _Optional[_Iterable[str]] = ..., nixl_port: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkState, _Mapping]]] = ...) -> None: ...
 
 class LinkState(_message.Message):
-    __slots__ = ("receiver", "link", "goodput_bytes_s", "wire_bytes_s", "round_trip_s", "queued_bytes", "num_connections", "kv_bytes", "kv_wire_bytes", "codec")
+    __slots__ = ("receiver", "link", "goodput_bytes_s", "wire_bytes_s", "round_trip_s", "queued_bytes", "num_connections", "kv_bytes", "kv_wire_bytes", "codec", "num_transfers")
     RECEIVER_FIELD_NUMBER: _ClassVar[int]
     LINK_FIELD_NUMBER: _ClassVar[int]
     GOODPUT_BYTES_S_FIELD_NUMBER: _ClassVar[int]
@@ -75,6 +75,7 @@ class LinkState(_message.Message):
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     KV_WIRE_BYTES_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
+    NUM_TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     receiver: str
     link: str
     goodput_bytes_s: float
@@ -85,7 +86,8 @@ class LinkState(_message.Message):
     kv_bytes: int
     kv_wire_bytes: int
     codec: str
-    def __init__(self, receiver: _Optional[str] = ..., link: _Optional[str] = ..., goodput_bytes_s: _Optional[float] = ..., wire_bytes_s: _Optional[float] = ..., round_trip_s: _Optional[float] = ..., queued_bytes: _Optional[int] = ..., num_connections: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., kv_wire_bytes: _Optional[int] = ..., codec: _Optional[str] = ...) -> None: ...
+    num_transfers: int
+    def __init__(self, receiver: _Optional[str] = ..., link: _Optional[str] = ..., goodput_bytes_s: _Optional[float] = ..., wire_bytes_s: _Optional[float] = ..., round_trip_s: _Optional[float] = ..., queued_bytes: _Optional[int] = ..., num_connections: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., kv_wire_bytes: _Optional[int] = ..., codec: _Optional[str] = ..., num_transfers: _Optional[int] = ...) -> None: ...
 
 class LedgerRequest(_message.Message):
     __slots__ = ()
