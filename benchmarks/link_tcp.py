@@ -33,6 +33,8 @@ SPEC = KVSpec.gqa(32, 8, 128, "bfloat16")
 TOKENS = TokenRange(0, 4096)  # 537 MB
 PIECE_TOKENS = 64  # 4 MiB of one plane
 CHUNK_BYTES = 1 << 20
+TARGET = 0.85
+MAX_OVERHEAD = 0.001
 RAW_MEMORY_BYTES = 64 << 20
 SENDER = Handshake(1, "benchmark", SPEC, 11, "sender")
 RECEIVER = replace(SENDER, epoch=22, name="receiver")
@@ -45,6 +47,7 @@ class Row:
     link_gb_per_s: float
     ratio: float
     frame_overhead: float
+    target: float = TARGET
 
 
 async def _receive_raw(listener: socket.socket, num_bytes: int, num_connections: int) -> None:
@@ -147,10 +150,11 @@ def main() -> None:
     parser.add_argument("--connections", type=int, nargs="+", default=[1, 2, 4])
     args = parser.parse_args()
     rows = [asyncio.run(_measure(args.rounds, count)) for count in args.connections]
+    print(f"connections  raw GB/s  link GB/s  ratio (target {TARGET})  frame overhead (target below {MAX_OVERHEAD:.1%})")
     for row in rows:
+        verdict = "ok" if row.ratio >= TARGET and row.frame_overhead < MAX_OVERHEAD else "short"
         print(
-            f"{row.connections} connections: raw {row.raw_gb_per_s:.2f} GB/s, link {row.link_gb_per_s:.2f} GB/s, "
-            f"ratio {row.ratio:.2f}, frame overhead {row.frame_overhead:.4%}"
+            f"{row.connections:11} {row.raw_gb_per_s:9.2f} {row.link_gb_per_s:10.2f} {row.ratio:6.2f}  {row.frame_overhead:.4%}  {verdict}"
         )
     if args.json:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")

@@ -35,6 +35,7 @@ TOKENS = TokenRange(0, 2048)  # 268 MB
 PIECE_TOKENS = 64  # 4 MiB of one plane
 SENDER = Handshake(1, "benchmark", SPEC, 11, "sender")
 WARM_UP_ROUNDS = 1
+TARGET = 4.0
 
 
 async def _serve(pipe: Connection, epoch: int, num_transfers: int, with_nixl: bool) -> None:
@@ -140,11 +141,12 @@ def main() -> None:
             "max_gb_s": round(max(goodput for goodput, _ in rows), 3),
             "cpu_s_per_gb": round(statistics.median(cpu for _, cpu in rows), 3),
             "ratio_to_tcp": round(medians[link] / medians["tcp"], 2) if "tcp" in medians else None,
+            "target": TARGET if link == "shm" else None,
         }
         for link, rows in results.items()
     ]
     for row in table:
-        print("  ".join(f"{key} {value}" for key, value in row.items()))
+        print("  ".join(f"{key} {value}" for key, value in row.items() if value is not None))
     if arguments.json:
         arguments.json.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 
