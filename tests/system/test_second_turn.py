@@ -87,7 +87,7 @@ def test_prompts_that_part_inside_a_page_share_exactly_the_common_tokens(tiny: R
     assert warm.ids == cold.ids
 
 
-def test_tenants_never_share(tiny: Running):
+def test_case_118_tenants_never_share(tiny: Running):
     """Case 118 at this level: another salt is another cache."""
     prompt = prompt_of(70, seed=9)
     hits = []

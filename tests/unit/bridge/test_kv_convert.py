@@ -42,7 +42,7 @@ def test_split_refuses_a_head_larger_than_a_part() -> None:
         list(split_block(block, 31))
 
 
-def test_equal_shapes_are_read_by_their_tags() -> None:
+def test_cases_4_and_5_equal_shapes_are_read_by_their_tags() -> None:
     """Cases 4 and 5: two KV heads, two planes, pages of two: five readings of one array [3, 2, 2, 2, 5], told apart by axis names."""
     spec = KVSpec.gqa(1, 2, 5, "float32")
     array = np.arange(3 * 2 * 2 * 2 * 5, dtype=np.float32).reshape(3, 2, 2, 2, 5)

@@ -59,7 +59,7 @@ def test_equal_sides_agree() -> None:
         (replace(RECEIVER, epoch=5), "receiver_epoch", str(2**64 - 1), "5"),
     ],
 )
-def test_a_difference_is_refused_on_both_sides_with_both_values(
+def test_case_3_a_difference_is_refused_on_both_sides_with_both_values(
     other: Handshake, field: str, sender_value: str, receiver_value: str
 ) -> None:
     with pytest.raises(HandshakeError) as at_receiver:

@@ -340,7 +340,7 @@ def test_blocks_are_written_together_or_not_at_all() -> None:
     assert same_pools(pool, expected)
 
 
-def test_shards_are_read_in_the_order_of_their_heads_and_each_head_once() -> None:
+def test_case_21_shards_are_read_in_the_order_of_their_heads_and_each_head_once() -> None:
     """Case 21, without a framework: shards in any order, replicas among them."""
     spec = KVSpec.gqa(1, 4, 2, "float32")
     planes = random_planes(spec, 9, 1)

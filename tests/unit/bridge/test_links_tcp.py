@@ -97,7 +97,7 @@ async def test_large_blocks_travel_in_frames_of_at_most_a_mebibyte() -> None:
 # The hello is about 400 bytes; a frame of 16 tokens here is 80 + 4 * 16 * 3 * 8 * 2 = 3,152 bytes.
 @pytest.mark.parametrize("at", [0, 100, 430, 470, 2000, 5000, 9000])
 @pytest.mark.parametrize("kind", ["cut", "flip"])
-async def test_a_cut_or_flipped_connection_is_replaced_and_the_transfer_exact(kind: str, at: int) -> None:
+async def test_case_18_a_cut_or_flipped_connection_is_replaced_and_the_transfer_exact(kind: str, at: int) -> None:
     async with receiving() as target, sending(ONE) as sender, between(target, Fault(kind, at)) as (proxy, port):  # type: ignore[arg-type]
         target.server.expect(1, TOKENS)
         transfer = sender.open("127.0.0.1", port, 22, 1, TOKENS)
