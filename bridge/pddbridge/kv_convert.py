@@ -110,7 +110,7 @@ class _Pages:
         self._pool, self._plane, self._tokens = pool, plane, tokens
         self._heads = slice(heads.start - stored.start, heads.stop - stored.start)
 
-    def moves(self, block: KVBlock) -> Iterator[list[_Move]]:
+    def moves(self, block: KVBlock) -> Iterator[tuple[_Move, ...]]:
         """For each of the block's layers what to copy, in turns of about ``_TURN_BYTES``. Layers of equal strides are copied alike, so the
         work per layer is next to none: for a few hundred KB, microseconds of it would be felt.
         """
@@ -128,12 +128,12 @@ class _Pages:
                 step = max(1, _TURN_BYTES // part.unit_bytes)
                 turns = [slice(i, i + step) for i in range(0, len(part.which), step)]
                 parts += [list(zip(units, repeat(part.which[turn]), values[:, turn], strict=False)) for turn in turns]
-            yield from (list(moves) for moves in zip(*parts, strict=True))
+            yield from zip(*parts, strict=True)
 
 
 def _copy(jobs: Sequence[_Job], move: Callable[[_Move], None]) -> None:
     """Layer by layer, the jobs in turns."""
-    by_layer: dict[int, list[list[_Move]]] = {}
+    by_layer: dict[int, list[tuple[_Move, ...]]] = {}
     for pages, block in jobs:
         if block.values.size:
             for layer, moves in enumerate(pages.moves(block), block.layers.start):
