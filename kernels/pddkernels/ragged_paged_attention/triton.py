@@ -24,16 +24,16 @@ from pddkernels.ragged_paged_attention.options import AttentionOptions
 from pddkernels.ragged_paged_attention.triton_plan import ITEM_FIELDS, MERGE_FIELDS, Plan, Work
 from pddkernels.ragged_paged_attention.triton_tiles import Geometry
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
+LOG2_E = tl.constexpr(1.4426950408889634)
 # Where nothing was seen yet: finite, so that differences of two of them are no NaN.
-_LOWEST = tl.constexpr(-1.0e30)
+LOWEST = tl.constexpr(-1.0e30)
 MERGED_AT_ONCE = 8  # partial results per pass of the merging loop: their loads are in flight together
 
 
 @triton.jit
 def _tanh(x):
     """Without a device library, exact to float32 rounding: the quotient loses the digits of small x, which a series has."""
-    decay = tl.exp2(tl.abs(x) * (-2.0 * _LOG2_E))
+    decay = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E))
     quotient = (1.0 - decay) / (1.0 + decay)
     quotient = tl.where(x < 0, -quotient, quotient)
     y = x * x
@@ -48,7 +48,8 @@ def _page_offsets(page_ids, slots, kv_head, KV_HEADS: tl.constexpr, PAGE_SIZE: t
 
 
 @triton.jit
-def _page_ids(table, start, key_begin, key_end, PAGE_SIZE: tl.constexpr, KEYS: tl.constexpr):
+def load_page_ids(table, start, key_begin, key_end, PAGE_SIZE: tl.constexpr, KEYS: tl.constexpr):
+    """Page ids of keys ``start`` .. ``start + KEYS``, read where they lie in [key_begin, key_end)."""
     keys = start + tl.arange(0, KEYS)
     return tl.load(table + keys // PAGE_SIZE, mask=(keys >= key_begin) & (keys < key_end), other=0)
 
@@ -85,7 +86,7 @@ def _scan(
     only keys [key_begin, key_end) are read, and each query sees those up to its position, of the last ``window``."""
     dims = tl.arange(0, PADDED_DIM)
     # A pass finds its page ids loaded by the one before, so its loads of keys need not wait for them.
-    page_ids = _page_ids(table, begin, key_begin, key_end, PAGE_SIZE, KEYS)
+    page_ids = load_page_ids(table, begin, key_begin, key_end, PAGE_SIZE, KEYS)
     for start in range(begin, end, KEYS):
         keys = start + tl.arange(0, KEYS)
         stored = (keys >= key_begin) & (keys < key_end)
@@ -105,7 +106,7 @@ def _scan(
             v = tl.load(v_pages + offsets)
         scores = tl.dot(q, tl.trans(k.to(DOT)), input_precision="ieee")
         # From here on in base 2: exp2 is what the hardware has.
-        scores = _tanh(scores * (scale / soft_cap)) * (soft_cap * _LOG2_E) if HAS_CAP else scores * (scale * _LOG2_E)
+        scores = _tanh(scores * (scale / soft_cap)) * (soft_cap * LOG2_E) if HAS_CAP else scores * (scale * LOG2_E)
         if MASKED:
             seen = keys[None, :] <= positions[:, None]
             if HAS_WINDOW:
@@ -117,7 +118,7 @@ def _scan(
         total = total * shrink + tl.sum(weights, 1)
         acc = tl.dot(weights.to(DOT), v.to(DOT), acc * shrink[:, None], input_precision="ieee")
         highest = new_highest
-        page_ids = _page_ids(table, start + KEYS, key_begin, key_end, PAGE_SIZE, KEYS)
+        page_ids = load_page_ids(table, start + KEYS, key_begin, key_end, PAGE_SIZE, KEYS)
     return acc, highest, total
 
 
@@ -177,10 +178,10 @@ def attend_tiles(
     q = tl.load(queries + at_queries, mask=live, other=0.0).to(DOT)
 
     acc = tl.zeros((ROWS, PADDED_DIM), tl.float32)
-    highest = tl.full((ROWS,), _LOWEST, tl.float32)
+    highest = tl.full((ROWS,), LOWEST, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     if HAS_SINKS:  # a sink counts once: for split ranges when they are merged
-        highest = tl.where(is_split, highest, tl.load(sinks + heads, mask=valid, other=0.0) * _LOG2_E)
+        highest = tl.where(is_split, highest, tl.load(sinks + heads, mask=valid, other=0.0) * LOG2_E)
         total = tl.where(is_split, total, 1.0)
 
     # [inner_begin, inner_end): blocks of which every query of the tile sees every key.
@@ -251,16 +252,16 @@ def merge_partials(
         dims = tl.arange(0, PADDED_DIM)
         acc = tl.zeros((PADDED_DIM,), tl.float32)
         if HAS_SINKS:
-            highest = tl.load(sinks + head) * _LOG2_E
+            highest = tl.load(sinks + head) * LOG2_E
             total = 1.0
         else:
-            highest = _LOWEST
+            highest = LOWEST
             total = 0.0
         for start in range(0, num_partials, AT_ONCE):
             pieces = start + tl.arange(0, AT_ONCE)
             live = pieces < num_partials
             at = ((first_partial + pieces) * KV_HEADS + kv_head) * ROWS + row
-            piece_highest = tl.load(partial_sums + at * 2, mask=live, other=_LOWEST)
+            piece_highest = tl.load(partial_sums + at * 2, mask=live, other=LOWEST)
             piece_total = tl.load(partial_sums + at * 2 + 1, mask=live, other=0.0)
             values = tl.load(partials + at[:, None] * DIM + dims[None, :], mask=live[:, None] & (dims < DIM)[None, :], other=0.0)
             new_highest = tl.maximum(highest, tl.max(piece_highest, 0))
