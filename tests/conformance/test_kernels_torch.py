@@ -66,7 +66,7 @@ def test_tiny_heads(spec: BatchSpec) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(batch_specs())
 def test_many_drawn_batches(spec: BatchSpec) -> None:
     check_attention(attention, spec)

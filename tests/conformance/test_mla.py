@@ -98,7 +98,7 @@ def test_xla_on_drawn_batches(spec: MLASpec) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(mla_specs)
 def test_torch_on_many_drawn_batches(spec: MLASpec) -> None:
     check_mla(torch_mla, spec)
