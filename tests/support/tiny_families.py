@@ -22,7 +22,7 @@ Config = dict[str, object]
 _SIZES: Config = {
     "hidden_size": 48,
     "intermediate_size": 80,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 6,
     "num_key_value_heads": 3,
     "head_dim": 10,
@@ -88,7 +88,7 @@ FAMILIES: dict[str, Config] = {
         "sliding_window": 16,
         "query_pre_attn_scalar": 7,
         "attn_logit_softcapping": 4.0,
-        "final_logit_softcapping": 9.0,
+        "final_logit_softcapping": 3.0,
     },
     "gemma3": _SIZES
     | _GEMMA
@@ -96,7 +96,7 @@ FAMILIES: dict[str, Config] = {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
         "sliding_window": 12,
-        "sliding_window_pattern": 3,
+        "sliding_window_pattern": 2,
         "query_pre_attn_scalar": 20,
         "rope_theta": 1_000_000.0,
         "rope_local_base_freq": 10_000.0,
@@ -138,11 +138,15 @@ def tiny_family_tensors(config: Config, seed: int) -> dict[str, np.ndarray]:
             continue
         if "norm" in name:
             # Steps of 2 ** -10: Gemma's weights survive GGUF's added 1 exactly, as those of real models, kept in bfloat16, do.
-            values = np.round(rng.uniform(0.7, 1.3, shape) * 1024) / 1024 - gemma
+            values = np.round(rng.uniform(0.7, 1.3, shape) * 1024) / 1024
+            if name == "model.norm.weight" and config["tie_word_embeddings"]:
+                values *= rng.choice([-1, 1], shape)  # a tied head would otherwise echo the last token, over and over
+            values -= gemma
         elif len(shape) == 1:
             values = rng.standard_normal(shape) * 0.2
         else:
-            values = rng.standard_normal(shape) * (0.4 if "embed" in name or "lm_head" in name else 1.5 / shape[1] ** 0.5)
+            table = 0.1 if gemma else 0.4  # Gemma scales them up
+            values = rng.standard_normal(shape) * (table if "embed" in name or "lm_head" in name else 1.5 / shape[1] ** 0.5)
         tensors[name] = values.astype(np.float32)
     return tensors
 
