@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Collection
@@ -14,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from pddbridge.engine import KVBlock
-from pddbridge.kv_handshake import Handshake, HandshakeError, check_hello, refuse, welcome
+from pddbridge.kv_handshake import Handshake
 from pddbridge.kv_notes import NOTE_BYTES, StopReason, decode_note
 from pddbridge.kv_wire import (
     FRAME_HEADER_BYTES,
@@ -31,10 +30,9 @@ from pddbridge.kv_wire import (
     sampled_crc32c,
 )
 from pddbridge.links import tcp_io
+from pddbridge.links.acceptor import Acceptor, greet
 from pddbridge.links.incoming import IncomingTransfers
 from pddbridge.links.slots import SLOT_BYTES, announced_offset
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -78,22 +76,16 @@ class SlotServer(ABC):
         self._handshake = handshake
         self._incoming = incoming
         self._max_placing = max_placing
-        self._max_connections = max_connections
+        self._acceptor = Acceptor("kv slot server", self._serve, max_connections)
         self._handshake_timeout_s = handshake_timeout_s
-        self._listener: socket.socket | None = None
-        self._accepting: asyncio.Task[None] | None = None
-        self._connections: set[asyncio.Task[None]] = set()
-        self._frames_refused = 0
-        self._handshakes_refused = 0
 
     @property
     def counters(self) -> SlotServerCounters:
-        return SlotServerCounters(self._frames_refused, self._handshakes_refused, len(self._connections))
+        return SlotServerCounters(self._acceptor.frames_refused, self._acceptor.handshakes_refused, self._acceptor.num_connections)
 
     def _listen(self, listener: socket.socket) -> None:
         """Take connections from ``listener``, which is ours from now on."""
-        self._listener = listener
-        self._accepting = asyncio.create_task(self._accept(listener), name="kv-slots-accept")
+        self._acceptor.listen(listener)
 
     @abstractmethod
     async def _admit(self, sock: socket.socket) -> Landing:
@@ -101,42 +93,11 @@ class SlotServer(ABC):
 
     async def _greet(self, sock: socket.socket, body: dict[str, str]) -> None:
         """Answer a hello."""
-        try:
-            check_hello(body, self._handshake, self._peers)
-        except HandshakeError as error:
-            await tcp_io.send(sock, refuse(error), memoryview(b""))
-            raise
-        await tcp_io.send(sock, welcome(self._handshake), memoryview(b""))
+        await greet(sock, body, self._handshake, self._peers)
 
     async def close(self) -> None:
         """Stop listening, drop connections. The transfers are the owner's to fence."""
-        tasks = [*self._connections, *([self._accepting] if self._accepting else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        if self._listener is not None:
-            self._listener.close()
-
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, _ = await loop.sock_accept(listener)
-            except OSError as error:  # out of descriptors: those in use will end, the listener must not
-                log.error("kv slot server: cannot accept: %s", error)
-                await asyncio.sleep(0.1)
-                continue
-            if len(self._connections) >= self._max_connections:
-                log.error("kv slot server: a connection refused, %d are open", len(self._connections))
-                sock.close()
-                continue
-            self._begin(sock)
-
-    def _begin(self, sock: socket.socket) -> None:
-        # Not in the loop of `_accept`: its frame would keep the last connection, and through it its memory.
-        task = asyncio.create_task(self._serve(sock), name="kv-slots-connection")
-        self._connections.add(task)
-        task.add_done_callback(self._connections.discard)
+        await self._acceptor.close()
 
     async def _serve(self, sock: socket.socket) -> None:
         """One connection, to its end."""
@@ -147,15 +108,6 @@ class SlotServer(ABC):
             async with asyncio.timeout(self._handshake_timeout_s):
                 landing = await self._admit(sock)
             await self._receive_frames(landing, replies)
-        except HandshakeError as error:
-            self._handshakes_refused += 1
-            log.error("kv slot server: handshake refused: %s", error)
-        except WireError as error:
-            self._frames_refused += 1
-            log.error("kv slot server: connection dropped: %s", error)
-        except (OSError, TimeoutError) as error:
-            if not (isinstance(error, tcp_io.ConnectionClosedError) and error.clean):
-                log.warning("kv slot server: connection broken: %r", error)
         finally:
             # A second cancellation must not stop this half way.
             await asyncio.shield(asyncio.create_task(_end(sock, replies, landing)))

@@ -63,10 +63,11 @@ async def kill_sender(sender: KVSender) -> None:
 
 async def kill_receiver(server: KVServer) -> None:
     """Its sockets close and its writers stop where they are: nothing is fenced, nobody is told."""
-    assert server._accepting is not None
-    assert server._listener is not None
-    await end_tasks([server._accepting, *server._connections, *server.incoming._writers.values()])
-    server._listener.close()
+    acceptor = server._acceptor
+    assert acceptor._accepting is not None
+    assert acceptor._listener is not None
+    await end_tasks([acceptor._accepting, *acceptor._connections, *server.incoming._writers.values()])
+    acceptor._listener.close()
 
 
 def num_descriptors() -> int:
