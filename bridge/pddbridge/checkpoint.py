@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -16,10 +17,10 @@ import crc32c
 import numpy as np
 
 from pddbridge.checkpoint_gguf import GgufSource
-from pddbridge.checkpoint_safetensors import INDEX_FILE, SINGLE_FILE, SafetensorsSource
+from pddbridge.checkpoint_safetensors import INDEX_FILE, SINGLE_FILE, SafetensorsSource, TextPart
 from pddbridge.checkpoint_source import CheckpointError, TensorInfo, TensorSource, some
 from pddbridge.eos_files import eos_ids_beside_weights, read_json_object
-from pddbridge.model_spec import ModelSpec
+from pddbridge.model_spec import GEMMA3, ModelSpec
 from pddbridge.model_spec_hf import from_hf_config
 
 __all__ = ["Checkpoint", "CheckpointError", "expected_shapes", "open_checkpoint", "read_hf_spec"]
@@ -36,7 +37,7 @@ _ROWS_PER_PIECE: Final = 4096
 class Checkpoint:
     """``spec.tie_embeddings`` is what the checkpoint holds; ``names`` has ``lm_head.weight`` only if it differs from the embedding.
 
-    ``warnings``: where config and file disagreed and how that was settled, one line each (also logged).
+    ``warnings``: where config and file disagreed and how that was settled, and what was left out; one line each (also logged).
     """
 
     def __init__(self, spec: ModelSpec, source: TensorSource, warnings: tuple[str, ...]) -> None:
@@ -80,7 +81,14 @@ def open_checkpoint(model_dir: str | Path) -> Checkpoint:
     if not path.is_dir():
         raise CheckpointError(f"checkpoint {path}: not a directory")
     if (path / SINGLE_FILE).is_file() or (path / INDEX_FILE).is_file():
-        return _checked(path, read_hf_spec(path), SafetensorsSource(path))
+        spec, source = read_hf_spec(path), SafetensorsSource(path)
+        if spec.architecture != GEMMA3:
+            return _checked(path, spec, source)
+        text = TextPart(source)
+        left_out = (
+            [f"checkpoint {path}: {text.num_left_out} tensors of the vision tower are not loaded: text only"] if text.num_left_out else []
+        )
+        return _checked(path, spec, text, left_out)
     ggufs = sorted(path.glob("*.gguf"))
     if len(ggufs) != 1:
         found = f"found {some(file.name for file in ggufs)}" if ggufs else "found none of them"
@@ -135,13 +143,13 @@ def read_hf_spec(model_dir: Path) -> ModelSpec:
         raise ValueError(f"{config_file}: {error}") from error
 
 
-def _checked(path: Path, declared: ModelSpec, source: TensorSource) -> Checkpoint:
+def _checked(path: Path, declared: ModelSpec, source: TensorSource, noticed: Sequence[str] = ()) -> Checkpoint:
     infos = source.infos
     has_head = HEAD in infos
     # Shapes first, and those of the head whenever there is one: the tie decision below compares values.
     _check_tensors(path, expected_shapes(replace(declared, tie_embeddings=not has_head)), infos)
     tied = not has_head or _same_values(source, EMBEDDING, HEAD)
-    warnings: list[str] = []
+    warnings = [*noticed]
     if tied and not has_head and not declared.tie_embeddings:
         warnings.append(f"checkpoint {path}: config says untied embeddings but there is no {HEAD}: the embedding is used as the head")
     if not tied and declared.tie_embeddings:

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from pddbridge.checkpoint_source import CheckpointError, TensorInfo, some
+from pddbridge.checkpoint_source import CheckpointError, TensorInfo, TensorSource, some
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
@@ -55,6 +55,33 @@ class SafetensorsSource:
         total = self._infos[name].shape[0]
         for start in range(0, total, num_rows):
             yield self._slices[name][start : min(start + num_rows, total)]
+
+
+class TextPart:
+    """The text model inside a multimodal checkpoint, under the names it would have by itself. ``num_left_out``: tensors of the rest."""
+
+    def __init__(self, whole: TensorSource) -> None:
+        self._whole = whole
+        self._names = {name: stored for stored in whole.infos if (name := _text_name(stored)) is not None}
+        self._infos = {name: whole.infos[stored] for name, stored in self._names.items()}
+        self.num_left_out = len(whole.infos) - len(self._names)
+
+    @property
+    def infos(self) -> dict[str, TensorInfo]:
+        return self._infos
+
+    def load(self, name: str) -> np.ndarray:
+        return self._whole.load(self._names[name])
+
+    def rows(self, name: str, num_rows: int) -> Iterator[np.ndarray]:
+        return self._whole.rows(self._names[name], num_rows)
+
+
+def _text_name(stored: str) -> str | None:
+    """As published, "language_model.model.layers..."; as transformers names its modules, "model.language_model.layers..."."""
+    if stored.removeprefix("model.").startswith(("vision_tower.", "multi_modal_projector.")):
+        return None
+    return stored.replace("model.language_model.", "model.", 1) if stored.startswith("model.") else stored.removeprefix("language_model.")
 
 
 def _open(file: Path) -> safe_open:

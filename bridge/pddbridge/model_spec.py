@@ -19,6 +19,8 @@ QWEN2: Final = "Qwen2ForCausalLM"
 QWEN3: Final = "Qwen3ForCausalLM"
 GEMMA2: Final = "Gemma2ForCausalLM"
 GEMMA3: Final = "Gemma3ForCausalLM"
+# Served as the text model inside it, whose spec says GEMMA3.
+GEMMA3_MULTIMODAL: Final = "Gemma3ForConditionalGeneration"
 
 Activation = Literal["silu", "gelu_tanh"]
 

@@ -6,12 +6,12 @@ dropped in silence. Defaults are those of transformers' configuration classes, w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
-from pddbridge.model_spec import GEMMA2, GEMMA3, LLAMA, MISTRAL, QWEN2, QWEN3, ModelSpec, plain_spec
+from pddbridge.model_spec import GEMMA2, GEMMA3, GEMMA3_MULTIMODAL, LLAMA, MISTRAL, QWEN2, QWEN3, ModelSpec, plain_spec
 from pddbridge.model_spec_fields import Fields, bool_field, float_field, int_field, optional_float, token_ids
 from pddbridge.rope import RopeSpec
 from pddbridge.rope_hf import read_layered_ropes, read_rope
@@ -29,6 +29,13 @@ _NEUTRAL: Final = frozenset(
         "unsloth_version",
     }
 )
+# Of the vision tower and the projector, which are not loaded.
+_MULTIMODAL: Final = frozenset(
+    {
+        *("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index"),
+        *("boi_token_id", "eoi_token_id", "image_token_id"),
+    }
+)
 _COMMON: Final = frozenset(
     {
         *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
@@ -39,7 +46,7 @@ _COMMON: Final = frozenset(
 _QWEN_WINDOW: Final = frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"})
 _GEMMA: Final = frozenset(
     {
-        *("hidden_activation", "query_pre_attn_scalar", "sliding_window", "layer_types", "attention_bias"),
+        *("hidden_activation", "query_pre_attn_scalar", "sliding_window", "sliding_window_size", "layer_types", "attention_bias"),
         *("final_logit_softcapping", "attn_logit_softcapping"),
     }
 )
@@ -72,8 +79,10 @@ def from_hf_config(config: Fields, eos_token_ids: Iterable[int] = ()) -> ModelSp
     Raises ValueError naming the field for anything missing, of wrong type, unknown, or not supported.
     """
     architectures = config.get("architectures")
+    if architectures == [GEMMA3_MULTIMODAL]:
+        return from_hf_config(_text_part(config), eos_token_ids)
     if not isinstance(architectures, list) or len(architectures) != 1 or architectures[0] not in _FAMILIES:
-        raise ValueError(f"architectures: given {architectures}, allowed one of {sorted(_FAMILIES)}")
+        raise ValueError(f"architectures: given {architectures}, allowed one of {sorted([*_FAMILIES, GEMMA3_MULTIMODAL])}")
     model_type, own_fields, defaults, family = _FAMILIES[architectures[0]]
     if config.get("model_type", model_type) != model_type:
         raise ValueError(f"model_type: given {config['model_type']!r}, allowed {model_type!r}")
@@ -84,6 +93,17 @@ def from_hf_config(config: Fields, eos_token_ids: Iterable[int] = ()) -> ModelSp
         raise ValueError(f"partial_rotary_factor: given {config['partial_rotary_factor']!r}, allowed 1.0")
     merged = {**defaults, **config}
     return family(merged, _plain(merged, str(architectures[0]), eos_token_ids))
+
+
+def _text_part(config: Fields) -> Fields:
+    """The text model of a multimodal Gemma 3, as the config of a model of its own; of the whole, what is said of images is left out."""
+    if config.get("model_type", "gemma3") != "gemma3":
+        raise ValueError(f"model_type: given {config['model_type']!r}, allowed 'gemma3'")
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ValueError(f"text_config: given {text!r}, allowed: an object")
+    whole = {field: value for field, value in config.items() if field not in _MULTIMODAL and field not in ("model_type", "text_config")}
+    return {**whole, **text, "architectures": [GEMMA3]}
 
 
 def _plain(config: Fields, architecture: str, eos_token_ids: Iterable[int]) -> ModelSpec:
@@ -171,6 +191,8 @@ def _gemma(config: Fields, plain: ModelSpec, sliding: list[bool]) -> ModelSpec:
     """What Gemma 2 and 3 share: 1 + w norms, four of them a layer, embeddings times sqrt(hidden), a query scale of their own."""
     for field in ("hidden_act", "hidden_activation"):
         _check_act(config, field, "gelu_pytorch_tanh")
+    if config.get("sliding_window_size", config["sliding_window"]) != config["sliding_window"]:  # written twice in the first files
+        raise ValueError(f"sliding_window_size: given {config['sliding_window_size']!r}, sliding_window is {config['sliding_window']!r}")
     bias = bool_field(config, "attention_bias")
     scalar = float_field(config, "query_pre_attn_scalar")
     if not scalar > 0:

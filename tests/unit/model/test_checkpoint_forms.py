@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 
@@ -11,10 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 from pddbridge.checkpoint import Checkpoint, open_checkpoint
 from pddbridge.checkpoint_gguf import unpermute
 from tests.support import numpy_llama, oracle
+from tests.support.tiny_families import make_tiny_family
 from tests.support.tiny_models import Form, make_tiny_llama, permute
 
 IDS = [1, 57, 260, 3, 99, 250, 17, 2, 140, 88, 41]
@@ -138,8 +141,6 @@ def test_unknown_name_is_refused(tmp_path: Path) -> None:
 
 
 def _digest(directory: Path, tensors: dict[str, np.ndarray]) -> str:
-    from safetensors.numpy import save_file
-
     save_file(tensors, directory / "model.safetensors")
     return open_checkpoint(directory).weights_digest()
 
@@ -164,3 +165,23 @@ def _requantised(directory: Path) -> Checkpoint:
     writer.write_tensors_to_file()
     writer.close()
     return open_checkpoint(target)
+
+
+@pytest.mark.parametrize("naming", ["language_model.{}", "model.language_model.{}"])
+def test_the_text_model_inside_a_multimodal_gemma(tmp_path: Path, naming: str) -> None:
+    """As published, and as transformers names its modules: the model of the text alone, with a word about what is left out."""
+    alone = open_checkpoint(make_tiny_family(tmp_path / "text", "gemma3"))
+    dropped = "model." if naming.startswith("model.") else ""
+    tensors = {naming.format(n.removeprefix(dropped)): alone.load(n) for n in alone.names}
+    tensors |= dict.fromkeys(
+        ("vision_tower.vision_model.head.bias", "multi_modal_projector.mm_input_projection_weight"), np.ones(3, np.float32)
+    )
+    whole = make_tiny_family(tmp_path / "whole", "gemma3")
+    save_file(tensors, whole / "model.safetensors")
+    text = json.loads((whole / "config.json").read_text())
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text, "vision_config": {"a": 1}}
+    (whole / "config.json").write_text(json.dumps(config))
+    found = open_checkpoint(whole)
+    assert found.spec == alone.spec
+    assert found.weights_digest() == alone.weights_digest()
+    assert ["2 tensors of the vision tower" in warning for warning in found.warnings] == [True]
