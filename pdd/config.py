@@ -55,6 +55,7 @@ class LinkConfig(_Strict):
 class WorkerConfig(_Strict):
     """One worker process. ``port`` and ``kv_port`` may be left out: the launcher then picks free ones. ``model``: where this worker finds
     the model, if not where the config says (GGUF at one site, safetensors at the other); the handshake refuses a different one.
+    ``num_devices``: over how many of ``device`` a JAX engine splits the model.
     ``max_decode_wait_chunks``: steps with a prefill chunk that a decode row is left out of at most, where there are more rows than
     ``max_rows``. ``host_cache_mib``: of host memory for cached pages that must leave the device; 0: they vanish.
     """
@@ -73,6 +74,7 @@ class WorkerConfig(_Strict):
     max_rows: Annotated[int, Field(ge=1)] = 8
     max_decode_wait_chunks: Annotated[int, Field(ge=1)] = 1
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
+    num_devices: Annotated[int, Field(ge=1, le=256)] = 1
     prefix_cache: bool = True
     host_cache_mib: Annotated[int, Field(ge=0)] = 0
     host: str = "127.0.0.1"

@@ -11,11 +11,12 @@ from pathlib import Path
 _POOL_THREAD = "tf_XLAEigen"
 
 
-def environment(num_threads: int, device: str = "cpu") -> dict[str, str]:
+def environment(num_threads: int, device: str = "cpu", num_devices: int = 1) -> dict[str, str]:
     """Environment variables that a composition root sets before it imports jax, so that XLA:CPU computes with ``num_threads`` threads.
 
     An engine on ``device`` "cpu" opens no other platform: where libtpu is installed, as it is to compile for TPUs that are not here, JAX
-    would otherwise look for a TPU, and processes beside one another would wait for its lock. Other devices leave the choice to JAX.
+    would otherwise look for a TPU, and processes beside one another would wait for its lock. Other devices leave the choice to JAX. More
+    than one CPU device (``num_devices``) are virtual: they show that a split engine is right, not that it is fast.
 
     PJRT's CPU client sizes its pool by ``PJRT_NPROC``, then ``NPROC``, then CPU affinity (xla/pjrt/utils.cc, DefaultThreadPoolSize; checked
     by measuring CPU time per thread with jaxlib 0.10.2). Raises ValueError for less than one thread.
@@ -23,7 +24,10 @@ def environment(num_threads: int, device: str = "cpu") -> dict[str, str]:
     if num_threads < 1:
         raise ValueError(f"num_threads: given {num_threads}, allowed 1 or more")
     threads = {"PJRT_NPROC": str(num_threads)}
-    return threads | {"JAX_PLATFORMS": "cpu"} if device == "cpu" else threads
+    if device != "cpu":
+        return threads
+    devices = {"JAX_NUM_CPU_DEVICES": str(num_devices)} if num_devices > 1 else {}
+    return threads | {"JAX_PLATFORMS": "cpu"} | devices
 
 
 def pool_size() -> int | None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 
-def environment(num_threads: int, device: str = "cpu") -> dict[str, str]:
+def environment(num_threads: int, device: str = "cpu", num_devices: int = 1) -> dict[str, str]:
     """Variables to set before torch is imported: ``num_threads`` for OpenMP and MKL, idle threads that sleep, huge pages for large tensors.
-    They are the same for every ``device``: what an engine on a GPU computes on the host goes through the same pools.
+    They are the same for every ``device`` and number of them: what an engine on a GPU computes on the host goes through the same pools.
 
     By default OpenMP's threads spin between parallel regions, so three workers on two cores slow one another down many times over even
     when two of them have nothing to do. The price: a thread is woken for every product, so two threads are no faster than one for the

@@ -181,8 +181,10 @@ def _engine_factory(config: LaunchConfig, worker: WorkerConfig, model_dir: Path,
         max_rows=worker.max_rows,
         num_threads=worker.threads,
         compile_cache_dir=str(cache_dir / "compiled" / worker.engine),
+        num_devices=worker.num_devices,
     )
-    os.environ.update(importlib.import_module(f"pdd{worker.engine}.threads").environment(worker.threads, worker.device))
+    environment = importlib.import_module(f"pdd{worker.engine}.threads").environment
+    os.environ.update(environment(worker.threads, worker.device, worker.num_devices))
 
     def make_engine() -> Engine:
         create: EngineFactory = importlib.import_module(f"pdd{worker.engine}.engine").create

@@ -26,6 +26,7 @@ from pddbridge.model_spec import ModelSpec
 from pddjax.engine import JaxEngine, create
 from pddjax.sharded import split_over
 from pddjax.sharding import TensorParallel, partition_specs
+from pddjax.threads import environment
 from pddkernels.jax_ops import JaxOps
 from tests.support.engines import CONFIG, Row, decode_greedy, prefill, random_ids, relative_error, step_of
 from tests.support.kv import bits
@@ -106,6 +107,12 @@ def test_more_devices_than_there_are_and_a_split_the_other_engine_lacks_are_refu
 
     with pytest.raises(ValueError, match="num_devices: given 2, this engine uses 1"):
         create_torch(str(model_dir), replace(SMALL, num_devices=2))
+
+
+def test_a_worker_on_cpus_gets_the_devices_it_asks_for() -> None:
+    code = "import jax; print(len(jax.devices()))"
+    asked = os.environ | environment(1, "cpu", 3)
+    assert subprocess.run([sys.executable, "-c", code], env=asked, capture_output=True, text=True, check=True).stdout.strip() == "3"
 
 
 class Case(NamedTuple):
@@ -202,14 +209,9 @@ def main(root: Path, case: Case) -> None:
 @pytest.mark.parametrize("number", [0, *(pytest.param(number, marks=pytest.mark.slow) for number in range(1, len(CASES)))])
 def test_a_split_engine_is_the_whole_one(tmp_path: Path, number: int) -> None:
     root = Path(__file__).parents[3]
-    environment = {
-        **os.environ,
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={NUM_DEVICES}",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(root),
-    }
+    asked = {**os.environ, **environment(2, "cpu", NUM_DEVICES), "PYTHONPATH": str(root)}
     ended = subprocess.run(
-        [sys.executable, __file__, str(tmp_path), str(number)], env=environment, capture_output=True, text=True, timeout=250, check=False
+        [sys.executable, __file__, str(tmp_path), str(number)], env=asked, capture_output=True, text=True, timeout=250, check=False
     )
     assert (ended.returncode, ended.stdout) == (0, "equal\n"), ended.stderr[-3000:]
 
