@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 
 from pddkernels.kv_pages import reference as reference_pages
 from pddkernels.ragged_paged_attention.triton_plan import Plan, plan
-from pddkernels.ragged_paged_attention.triton_tiles import SM90, Geometry, tiles_for
+from pddkernels.ragged_paged_attention.triton_tiles import SM90, Geometry, Tile, tiles_for
 from pddkernels.torch_ops import TRITON
 from tests.conformance.kernel_suite import (
     BFLOAT16_RELATIVE_ERROR,
@@ -26,6 +26,7 @@ from tests.conformance.kernel_suite import (
     check_bfloat16,
     check_float32,
 )
+from tests.conformance.mla_suite import MLA_BATCHES, check_mla
 from tests.conformance.page_suite import RANGES, RangeSpec, bits, emptied, make_token_pages, range_specs
 from tests.support import triton_child
 from tests.support.engines import make_engine, random_ids, relative_error
@@ -137,6 +138,20 @@ def test_packing_and_unpacking(child: ProcessPoolExecutor, dtype: type[np.generi
     reference_pages.unpack_tokens(expected, want, target.page_table, spec.start)
     placed = child.submit(triton_child.unpack, np.stack(target.v_pages), want, target.page_table, spec.start, 0).result()
     assert np.array_equal(bits(placed), bits(np.stack(expected)))
+
+
+# A tile of 32 rows holds two tokens of 16 heads, or a fourth of one token's 128.
+@pytest.mark.parametrize("name", ["page size is heads", *(pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek-v3", "long"))])
+def test_latent_attention(child: ProcessPoolExecutor, name: str) -> None:
+    tile = Tile(rows=32, keys=16, num_warps=4, num_stages=3, programs=1, min_split_keys=32)
+    check_mla(lambda batch: child.submit(triton_child.attend_latents, batch, tile).result(), MLA_BATCHES[name])
+
+
+def test_latent_attention_of_128_heads(child: ProcessPoolExecutor) -> None:
+    """DeepSeek-V3's heads in two groups, the decode row's keys split."""
+    tile = Tile(rows=64, keys=16, num_warps=8, num_stages=3, programs=1, min_split_keys=32)
+    spec = replace(MLA_BATCHES["deepseek-v3"], rows=(RowSpec(70, 1), RowSpec(3, 2)))
+    check_mla(lambda batch: child.submit(triton_child.attend_latents, batch, tile).result(), spec)
 
 
 @pytest.mark.parametrize("family", ["gemma2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "qwen3"))])

@@ -20,12 +20,14 @@ import torch.nn.functional as F
 
 from pddbridge.engine import Engine
 from pddbridge.kv_spec import TokenRange
+from pddkernels.mla_decode.triton_plan import LatentShape, plan_mla
 from pddkernels.ragged_paged_attention import reference
 from pddkernels.ragged_paged_attention.options import AttentionOptions
 from pddkernels.ragged_paged_attention.triton_plan import Plan, plan
 from pddkernels.ragged_paged_attention.triton_tiles import GFX942, SM80, SM90, Geometry, Gpu, Tile, Tiles, next_power_of_two, tiles_for
 from pddkernels.torch_ops import Problem, TorchOps, triton_ops
 from pddtorch.arrays import to_numpy, to_torch
+from tests.conformance.mla_suite import MLABatch
 from tests.support.engines import Row, make_engine, step_of
 from tests.support.ragged_batches import RaggedBatch
 
@@ -118,6 +120,19 @@ def attend_beyond_two_to_the_31(num_tokens: int) -> tuple[np.ndarray, np.ndarray
     got = kernels.ragged_paged_attention(torch.from_numpy(queries), pools[0], pools[1], step, options)
     tails = [pool[-used:].numpy() for pool in pools]
     return got.double().numpy(), reference.ragged_paged_attention(queries, *tails, row_starts, context_lens, table, options)
+
+
+def attend_latents(batch: MLABatch, tile: Tile) -> np.ndarray:
+    """float64 [T, heads, latent]."""
+    from pddkernels.mla_decode import triton as kernels
+
+    q_latent, q_rope, latent_pages, rope_pages = (
+        to_torch(array) for array in (batch.q_latent, batch.q_rope, batch.latent_pages, batch.rope_pages)
+    )
+    shape = LatentShape(q_latent.shape[1], q_latent.shape[2], q_rope.shape[2], latent_pages.shape[1], q_latent.itemsize)
+    arrays = (batch.row_starts, batch.context_lens, batch.page_tables)
+    step = plan_mla(*arrays, shape=shape, tile=tile, num_processors=8, device=CPU)
+    return to_numpy(kernels.mla_attention(q_latent, q_rope, latent_pages, rope_pages, step, batch.scale)).astype(np.float64)
 
 
 def append(batch: RaggedBatch, pages: tuple[np.ndarray, np.ndarray], new: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

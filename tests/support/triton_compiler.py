@@ -15,6 +15,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from pddkernels.kv_pages import triton as pages
+from pddkernels.mla_decode import triton as latent_attention
+from pddkernels.mla_decode.triton_plan import LatentShape, plan_mla, tile_for
 from pddkernels.ragged_paged_attention import triton as attention
 from pddkernels.ragged_paged_attention.options import AttentionOptions
 from pddkernels.ragged_paged_attention.triton_plan import plan
@@ -44,6 +46,23 @@ def _attend(gpu: Gpu, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, o
     attention.ragged_paged_attention(queries, k_pages, k_pages, step, options, torch.empty(heads, dtype=torch.float32, device=META))
 
 
+def _attend_latents(gpu: Gpu, dtype: torch.dtype) -> None:
+    """DeepSeek-V3's heads: decode rows, one so long that it is split."""
+    shape = LatentShape(128, 512, 64, 16, dtype.itemsize)
+    step = plan_mla(
+        np.arange(3),
+        np.array([65_535, 700]),
+        np.zeros((2, 65_536 // 16), np.int32),
+        shape=shape,
+        tile=tile_for(shape, gpu),
+        num_processors=gpu.num_processors,
+        device=META,
+    )
+    queries = (torch.empty((2, 128, dim), dtype=dtype, device=META) for dim in (512, 64))
+    planes = (torch.empty((5000, 16, dim), dtype=dtype, device=META) for dim in (512, 64))
+    latent_attention.mla_attention(*queries, *planes, step, 0.1)
+
+
 def _append(kv_dtype: torch.dtype) -> None:
     """float32 keys, which the rotation leaves, and bfloat16 values."""
     k_pages = torch.empty((5000, 8, 16, 128), dtype=kv_dtype, device=META)
@@ -55,6 +74,8 @@ def _cases(gpu: Gpu) -> dict[str, Callable[[], None]]:
     full = AttentionOptions(0.1)
     cases: dict[str, Callable[[], None]] = {
         "llama-3.1-8b": lambda: _attend(gpu, 32, 8, 128, torch.bfloat16, full),
+        "deepseek-v3 bfloat16": lambda: _attend_latents(gpu, torch.bfloat16),
+        "deepseek-v3 float32": lambda: _attend_latents(gpu, torch.float32),
         "append to bfloat16": lambda: _append(torch.bfloat16),
         "append to float16": lambda: _append(torch.float16),
     }
