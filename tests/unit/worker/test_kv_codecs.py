@@ -96,6 +96,20 @@ def test_a_codec_that_does_nothing_for_what_is_really_sent_is_left_and_not_tried
     assert choice.choose(FAR, delivered(5e6)) is CodecId.RAW
 
 
+def test_bfloat16_is_coded_on_30_mbit_and_raw_on_loopback() -> None:
+    """With this machine's codecs as measured here."""
+    speeds = measure_codecs(KVSpec.gqa(30, 3, 64, "bfloat16"))
+    config = launch_config("m", rate_mbit_s=30.0)
+    rules = codec_rules(config, plan_topology(config), "a")
+    (far,) = rules
+    choice = CodecChoice(rules, speeds)
+    assert choice.choose(far, None) is CodecId.ZSTD_PLANES
+    assert choice.choose(far, delivered(3.7e6 * 1.45, 1.45)) is CodecId.ZSTD_PLANES
+    assert choice.choose(far, delivered(2e9)) is CodecId.RAW
+    relay = plan_topology(config).worker("relay-0").route("a").kv
+    assert choice.choose((relay.host, relay.port), None) is CodecId.RAW, "within the site"
+
+
 def test_lossy_needs_the_rule_and_a_name_decides_alone() -> None:
     assert CodecChoice({FAR: CodecRule(None, False, 5e6)}, [ZSTD, INT8]).choose(FAR, None) is CodecId.ZSTD_PLANES
     assert CodecChoice({FAR: CodecRule(None, True, 5e6)}, [ZSTD, INT8]).choose(FAR, None) is CodecId.INT8_BLOCKS
