@@ -103,7 +103,7 @@ class Runner:
                         started = None
                         rows.append(message)
                         self._tell(message)
-            if process.returncode == 0 and started is None:
+            if self._ended or (process.returncode == 0 and started is None):
                 return None
             log.seek(0)
             error = f"the compiler ended with status {process.returncode}: {_tail(log.read())}"
