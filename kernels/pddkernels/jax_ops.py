@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pddkernels.kv_pages import pallas as pallas_pages
 from pddkernels.kv_pages import portable_xla as xla_pages
 from pddkernels.ragged_paged_attention import portable_xla
 from pddkernels.ragged_paged_attention.block_sizes import BlockSizes, block_sizes, generation_of
@@ -106,21 +107,35 @@ class JaxOps:
 
     def append(self, pages: jax.Array, keys: jax.Array, values: jax.Array, slots: jax.Array) -> jax.Array:
         """Store ``keys``, ``values`` [T, kv_heads, dim], rounded to nearest even, at ``slots`` [T] i32; those past the pool are nowhere."""
-        return xla_pages.put(pages, self._stored(keys, values, round_to=self.kv_dtype), slots)
+        return self._put(pages, self._stored(keys, values, round_to=self.kv_dtype), slots)
 
     def read(self, pages: jax.Array, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
         """K and V of ``slots`` [N]: [N, kv_heads, dim] each in storage form; zeros for slots past the pool."""
-        stored = xla_pages.gather(pages, slots)[:, : 2 * self.kv_heads, : self.head_dim]
+        stored = self._gather(pages, slots)[:, : 2 * self.kv_heads, : self.head_dim]
         return stored[:, 0::2], stored[:, 1::2]
 
     def write(self, pages: jax.Array, stored: jax.Array, wanted: jax.Array, slots: jax.Array) -> jax.Array:
         """Place ``stored`` [N, kv_heads, dim], in storage form, at ``slots`` [N] where ``wanted`` [2 * kv_heads] bool, k0 v0 k1 v1 ...."""
         wanted = jnp.pad(wanted, (0, self.token_shape[0] - len(wanted)))
-        return xla_pages.place(pages, self._stored(stored, stored, round_to=None), wanted, slots)
+        fresh = self._stored(stored, stored, round_to=None)
+        return self._put(pages, jnp.where(wanted[None, :, None], fresh, self._gather(pages, slots)), slots)
 
     def copy_page(self, pages: jax.Array, source: jax.Array, destination: jax.Array) -> jax.Array:
         """Copy all slots of page ``source`` (scalar i32) over page ``destination`` (scalar i32)."""
-        return xla_pages.copy_page(pages, source, destination)
+        if self.path == "portable":
+            return xla_pages.copy_page(pages, source, destination)
+        places = jnp.arange(pages.shape[1], dtype=jnp.int32)
+        return self._put(pages, self._gather(pages, source * len(places) + places), destination * len(places) + places)
+
+    def _put(self, pages: jax.Array, stored: jax.Array, slots: jax.Array) -> jax.Array:
+        if self.path == "portable":
+            return xla_pages.put(pages, stored, slots)
+        return pallas_pages.put(pages, stored, slots, interpret=self.interpret)
+
+    def _gather(self, pages: jax.Array, slots: jax.Array) -> jax.Array:
+        if self.path == "portable":
+            return xla_pages.gather(pages, slots)
+        return pallas_pages.gather(pages, slots, interpret=self.interpret)
 
     def _stored(self, keys: jax.Array, values: jax.Array, round_to: jnp.dtype | None) -> jax.Array:
         """[T, kv_heads, dim] twice -> [T, *token_shape] in storage form."""

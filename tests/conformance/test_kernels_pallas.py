@@ -1,4 +1,5 @@
-"""The Pallas path of attention, interpreted on the CPU: what it computes. That it compiles for TPUs is :mod:`pddkernels.targets`' to show.
+"""The Pallas paths of attention and KV pages, interpreted on the CPU: what they compute. :mod:`pddkernels.targets` shows that they
+compile for TPUs.
 
 Each shape is a slow compilation, so few run in every test run. Block sizes are small: every batch crosses query blocks, page buffers and
 softmax updates.
@@ -11,10 +12,13 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
+from pddkernels.kv_pages import reference as reference_pages
+from pddkernels.kv_pages.pallas import gather, put
 from pddkernels.ragged_paged_attention.block_sizes import GENERATIONS, BlockSizes, block_sizes
 from pddkernels.ragged_paged_attention.pallas import padded_dim, padded_heads, ragged_paged_attention
 from tests.conformance.kernel_suite import (
@@ -26,7 +30,8 @@ from tests.conformance.kernel_suite import (
     check_float32,
     expected,
 )
-from tests.support.ragged_batches import BatchSpec, RaggedBatch, RowSpec, batch_specs, make_batch
+from tests.conformance.page_suite import emptied, new_slots
+from tests.support.ragged_batches import BatchSpec, RaggedBatch, RowSpec, batch_specs, interleaved, make_batch
 
 BLOCKS = BlockSizes(query_tokens=16, kv_tokens=160, compute_tokens=128, vmem_limit_bytes=2**26)
 
@@ -97,6 +102,40 @@ def test_heads_of_real_models(name: str) -> None:
 @given(batch_specs())
 def test_many_drawn_batches(spec: BatchSpec) -> None:
     check_attention(attention, spec)
+
+
+def check_pages(spec: BatchSpec) -> None:
+    """Writing touches the new tokens' slots alone and padding nothing; reading gives the bits back, and zeros for padding."""
+    batch = make_batch(spec)
+    dtype = np.dtype(np.uint16)
+    k_pages, v_pages = (pages.view(dtype) for pages in emptied(batch, np.dtype(ml_dtypes.bfloat16)))
+    new_k, new_v = (values.astype(ml_dtypes.bfloat16).view(dtype) for values in (batch.new_k, batch.new_v))
+    stored = np.stack((new_k, new_v), axis=2).reshape(len(new_k), -1, spec.dim)
+    past = len(k_pages) * spec.page_size + np.arange(3, dtype=np.int32)
+    slots = jnp.asarray(np.concatenate((new_slots(batch), past)))
+    before = jnp.asarray(interleaved(k_pages, v_pages))
+    after = jax.jit(partial(put, interpret=True))(before, jnp.asarray(np.pad(stored, ((0, 3), (0, 0), (0, 0)), constant_values=9)), slots)
+    for pages, values in ((k_pages, new_k), (v_pages, new_v)):
+        reference_pages.write_tokens(pages, values, batch.row_starts, batch.context_lens, batch.page_tables)
+    assert np.array_equal(np.asarray(after), interleaved(k_pages, v_pages))
+    read = np.asarray(jax.jit(partial(gather, interpret=True))(after, slots))
+    assert np.array_equal(read[:-3], stored)
+    assert not read[-3:].any()
+
+
+@settings(max_examples=1, deadline=None)
+@example(BatchSpec((RowSpec(3, 30), RowSpec(8, 1), RowSpec(0, 17)), num_kv_heads=2, group=1, dim=4, page_size=4))
+@example(BatchSpec((RowSpec(0, 40), RowSpec(2, 7)), num_kv_heads=1, group=1, dim=4, page_size=1))  # more copies than are in flight
+@given(batch_specs(dims=(4, 10)))
+def test_pages(spec: BatchSpec) -> None:
+    check_pages(spec)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
+@given(batch_specs(dims=(4, 10)))
+def test_pages_often(spec: BatchSpec) -> None:
+    check_pages(spec)
 
 
 @pytest.mark.parametrize(
