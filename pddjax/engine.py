@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pddbridge.checkpoint import open_checkpoint
+from pddbridge.checkpoint_source import ModelTensors
 from pddbridge.engine import EngineConfig, EngineStats, KVBlock, PendingKV, ReadyKV, SampleRow, Step, StepResult
 from pddbridge.engine_checks import check_block, check_config, check_page, check_page_range, check_step
 from pddbridge.kv_layout import KVLayout, interleaved_heads
@@ -36,7 +37,11 @@ def create(model_dir: str, config: EngineConfig, choose_ops: Callable[..., jax_o
     not shows ``num_threads_not_applied`` among the fallbacks. ``choose_ops``
     takes what :func:`pddkernels.jax_ops.choose` does. Raises ValueError for a config or checkpoint that cannot be served.
     """
-    checkpoint = open_checkpoint(model_dir)
+    return create_from(open_checkpoint(model_dir), config, choose_ops)
+
+
+def create_from(checkpoint: ModelTensors, config: EngineConfig, choose_ops: Callable[..., jax_ops.JaxOps] = jax_ops.choose) -> JaxEngine:
+    """As :func:`create`, of a checkpoint that is open already, or of weights that are in no file."""
     check_config(config, checkpoint.spec)
     _configure_jax(config)
     devices = _devices(config)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pddbridge.checkpoint import Checkpoint
+from pddbridge.checkpoint_source import ModelTensors
 from pddjax.batch import DecodeBatch, RaggedBatch
 from pddjax.kv import Placement
 from pddjax.programs import Leaves, ModelFunctions, Pages
@@ -56,7 +56,7 @@ class ShardedFunctions:
 
 
 def split_over(
-    devices: Sequence[jax.Device], checkpoint: Checkpoint, dtype: jnp.dtype, ops: JaxOps, max_context_tokens: int
+    devices: Sequence[jax.Device], checkpoint: ModelTensors, dtype: jnp.dtype, ops: JaxOps, max_context_tokens: int
 ) -> tuple[ShardedFunctions, Placement]:
     """The model of ``checkpoint`` over ``devices``, in their order. It is put together on the host: no device holds more than its share.
     ``ops``: of one device's heads. Raises ValueError for a model that so many devices cannot share.

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from pddbridge.checkpoint import Checkpoint
+from pddbridge.checkpoint_source import ModelTensors
 from pddbridge.model_spec import ModelSpec
 from pddbridge.rope import rotation_table
 from pddjax.model import Llama, RMSNorm
 
 
-def load_model(checkpoint: Checkpoint, dtype: jnp.dtype, max_context_tokens: int, device: jax.Device) -> Llama:
+def load_model(checkpoint: ModelTensors, dtype: jnp.dtype, max_context_tokens: int, device: jax.Device) -> Llama:
     """The network of ``checkpoint`` with weights in ``dtype`` on ``device``; RoPE tables for ``max_context_tokens`` positions."""
     spec = checkpoint.spec
     model = nnx.eval_shape(lambda: Llama(spec, dtype, max_context_tokens))

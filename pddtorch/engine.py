@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from pddbridge.checkpoint import open_checkpoint
+from pddbridge.checkpoint_source import ModelTensors
 from pddbridge.engine import EngineConfig, EngineStats, KVBlock, PendingKV, SampleRow, Step, StepResult
 from pddbridge.engine_checks import check_block, check_config, check_page, check_page_range, check_step
 from pddbridge.kv_layout import KVLayout, head_major
@@ -36,15 +37,16 @@ def create(model_dir: str, config: EngineConfig) -> TorchEngine:
 
     Raises ValueError for a config that cannot be served (field named) and CheckpointError for a model that cannot be loaded.
     """
-    return TorchEngine(model_dir, config)
+    return TorchEngine(open_checkpoint(model_dir), config)
 
 
 class TorchEngine:
-    """See :class:`pddbridge.engine.Engine`. All calls from one thread."""
+    """See :class:`pddbridge.engine.Engine`. All calls from one thread. ``checkpoint``: opened by :func:`create`, or weights that are in no
+    file.
+    """
 
     @torch.inference_mode()
-    def __init__(self, model_dir: str, config: EngineConfig) -> None:
-        checkpoint = open_checkpoint(model_dir)
+    def __init__(self, checkpoint: ModelTensors, config: EngineConfig) -> None:
         check_config(config, checkpoint.spec)
         if config.num_devices != 1:
             raise ValueError(f"num_devices: given {config.num_devices}, this engine uses 1")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pddbridge.checkpoint import Checkpoint
+from pddbridge.checkpoint_source import ModelTensors
 from pddtorch.arrays import to_torch
 from pddtorch.linear import Linear
 
@@ -46,8 +46,8 @@ class ModelWeights:
         return sum(not linear.packed for linear in (*linears, self.head))
 
 
-def load_weights(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> ModelWeights:
-    """Load everything. Raises CheckpointError as :meth:`Checkpoint.load` does."""
+def load_weights(checkpoint: ModelTensors, dtype: torch.dtype, device: torch.device) -> ModelWeights:
+    """Load everything. Raises what ``checkpoint.load`` does, CheckpointError for a file that cannot be read."""
     spec = checkpoint.spec
     names = frozenset(checkpoint.names)
 

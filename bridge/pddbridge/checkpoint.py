@@ -16,7 +16,6 @@ from typing import Final
 import crc32c
 import numpy as np
 
-from pddbridge.checkpoint_gguf import GgufSource
 from pddbridge.checkpoint_safetensors import INDEX_FILE, SINGLE_FILE, SafetensorsSource, TextPart
 from pddbridge.checkpoint_source import CheckpointError, TensorInfo, TensorSource, some
 from pddbridge.eos_files import eos_ids_beside_weights, read_json_object
@@ -93,6 +92,9 @@ def open_checkpoint(model_dir: str | Path) -> Checkpoint:
     if len(ggufs) != 1:
         found = f"found {some(file.name for file in ggufs)}" if ggufs else "found none of them"
         raise CheckpointError(f"checkpoint {path}: need {SINGLE_FILE}, {INDEX_FILE} or exactly one .gguf file, {found}")
+    # Only here: what reads GGUF is not needed where models are safetensors, or in no file at all.
+    from pddbridge.checkpoint_gguf import GgufSource
+
     gguf_source = GgufSource(ggufs[0], eos_ids_beside_weights(path))
     return _checked(path, gguf_source.spec, gguf_source)
 

@@ -8,6 +8,8 @@ from typing import Protocol
 
 import numpy as np
 
+from pddbridge.model_spec import ModelSpec
+
 
 class CheckpointError(ValueError):
     """A model directory that cannot be served, in one line: what is missing, truncated, of wrong shape, or unsupported."""
@@ -32,6 +34,21 @@ class TensorSource(Protocol):
 
     def rows(self, name: str, num_rows: int) -> Iterator[np.ndarray]:
         """The tensor in pieces of ``num_rows`` rows (the last may be shorter), as ``load`` would give them."""
+
+
+class ModelTensors(Protocol):
+    """What an engine makes a model of: :class:`pddbridge.checkpoint.Checkpoint`, or weights that are in no file."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+    @property
+    def names(self) -> tuple[str, ...]: ...
+
+    def load(self, name: str) -> np.ndarray:
+        """The tensor of a canonical name, C-contiguous, linear weights [out, in]: float32, float16 or bfloat16."""
+
+    def weights_digest(self) -> str:
+        """Equal for equal tensors by name."""
 
 
 def some(names: Iterable[str], limit: int = 8) -> str:

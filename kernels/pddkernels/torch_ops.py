@@ -94,7 +94,7 @@ def choose(problem: Problem, device: torch.device) -> TorchOps:
     reason = unavailable(problem)
     if reason is not None:
         return PortableOps(problem, device, {reason: 1})
-    return triton_ops(problem, device, _gpu(device))
+    return triton_ops(problem, device, gpu_of(device))
 
 
 def unavailable(problem: Problem) -> str | None:
@@ -111,7 +111,8 @@ def triton_ops(problem: Problem, device: torch.device, gpu: Gpu, tiles: Tiles | 
     return TritonOps(problem, device, tiles_for(problem.geometry, gpu) if tiles is None else tiles, gpu.num_processors)
 
 
-def _gpu(device: torch.device) -> Gpu:
+def gpu_of(device: torch.device) -> Gpu:
+    """What kernels are cut for on a CUDA or ROCm ``device``."""
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip is not None:
         return Gpu("gfx942", properties.multi_processor_count, 64 * 1024)
