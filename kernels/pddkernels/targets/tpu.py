@@ -46,13 +46,12 @@ def facts(compiled: jax.stages.Compiled, work: Work) -> Compiled:
     """What libtpu says of it. Its own FLOPs and bytes leave out kernels, which it cannot see into, and count a loop's body once."""
     memory = compiled.memory_analysis()
     cost = _cost(compiled)
-    program = compiled.as_text()
     return Compiled(
         work,
         Memory(memory.argument_size_in_bytes, memory.temp_size_in_bytes, memory.output_size_in_bytes, memory.alias_size_in_bytes),
         compiler_flops=cost.get("flops"),
         compiler_bytes=cost.get("bytes accessed"),
-        instructions={"kernel_calls": program.count(_KERNEL_CALL), "all_reduces": len(_ALL_REDUCE.findall(program))},
+        instructions=_instructions(compiled),
     )
 
 
@@ -166,6 +165,15 @@ def _on_one_device(function: Callable[..., object], mesh: Mesh) -> Callable[...,
     """``function`` traced where Pallas can see what chip it is for."""
     wrapped: Callable[..., object] = jax.shard_map(function, mesh=mesh, in_specs=_WHOLE, out_specs=_WHOLE, check_vma=False)
     return wrapped
+
+
+def _instructions(compiled: jax.stages.Compiled) -> dict[str, int] | None:
+    """None where jaxlib cannot read back what libtpu made of the program: it does not know every form of an asynchronous instruction."""
+    try:
+        program = compiled.as_text()
+    except jax.errors.JaxRuntimeError:
+        return None
+    return {"kernel_calls": program.count(_KERNEL_CALL), "all_reduces": len(_ALL_REDUCE.findall(program))}
 
 
 def _cost(compiled: jax.stages.Compiled) -> Mapping[str, float]:
