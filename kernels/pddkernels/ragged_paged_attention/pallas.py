@@ -1,7 +1,7 @@
 """Ragged paged attention for TPU in Pallas: one kernel for prefill chunks, extends and decode rows, double-buffered page DMA.
 
 **Work.** Queries are cut into blocks of ``query_tokens`` aligned tokens; what one row has in one block is an *item*. XLA lists the items
-(:func:`_plan_items`, the same for every layer of a step, so computed once) and the kernel walks them: for each, the row's pages from the
+(:func:`plan_items`, the same for every layer of a step, so computed once) and the kernel walks them: for each, the row's pages from the
 first that its window sees to the last that causality allows, ``kv_tokens`` at a time. While one buffer is computed on, the pages of the
 next are in flight into the other, across items and blocks, so that the copy engine never waits for a row to end.
 
@@ -88,7 +88,7 @@ def ragged_paged_attention(
     num_blocks = per_core * blocks.num_cores
     padding = num_blocks * query_tokens - num_tokens
     by_head = jnp.pad(queries, ((0, padding), (0, 0), (0, lanes - dim))).transpose(1, 0, 2)
-    plan = _plan_items(row_starts, context_lens, num_rows, num_blocks, query_tokens, page_size, options.window, blocks.num_cores)
+    plan = plan_items(row_starts, context_lens, num_rows, num_blocks, query_tokens, page_size, options.window, blocks.num_cores)
 
     shape = _Shape(
         num_heads=num_heads,
@@ -200,10 +200,7 @@ def _check(
         raise ValueError(f"sinks: given {sinks.shape}, must be ({num_heads},)")
 
 
-_ITEM_FIELDS: Final = 6
-
-
-def _plan_items(
+def plan_items(
     row_starts: jax.Array,
     context_lens: jax.Array,
     num_rows: jax.Array,
@@ -241,8 +238,8 @@ def _plan_items(
     return jnp.concatenate((block_items, row, start, stop, base, first_key // page_size, end_page)).astype(jnp.int32)
 
 
-class _Item(NamedTuple):
-    """One item's scalars, as :func:`_plan_items` lists them, and the first key that any of its queries sees."""
+class Item(NamedTuple):
+    """What one row has in one query block: the scalars that :func:`plan_items` lists."""
 
     row: jax.Array
     start: jax.Array
@@ -250,6 +247,11 @@ class _Item(NamedTuple):
     base: jax.Array
     first_page: jax.Array
     end_page: jax.Array
+
+
+def item_at(plan: jax.Array, i: jax.Array, num_blocks: int, max_items: int) -> Item:
+    """Item ``i`` of a plan in scalar memory."""
+    return Item(*(plan[num_blocks + 1 + field * max_items + i] for field in range(len(Item._fields))))
 
 
 def _kernel(
@@ -270,14 +272,14 @@ def _kernel(
     core_end = plan[(core + 1) * per_core]
     num_planes, ppc, ps = 2 * shape.stored_heads, shape.pages_per_copy, shape.page_size
 
-    def item_at(i: jax.Array) -> _Item:
-        return _Item(*(plan[shape.num_blocks + 1 + field * shape.max_items + i] for field in range(_ITEM_FIELDS)))
+    def at(i: jax.Array) -> Item:
+        return item_at(plan, i, shape.num_blocks, shape.max_items)
 
-    def pages_of(item: _Item, turn_of_item: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def pages_of(item: Item, turn_of_item: jax.Array) -> tuple[jax.Array, jax.Array]:
         first = item.first_page + turn_of_item * ppc
         return first, jnp.minimum(item.end_page - first, ppc)
 
-    def each_copy(item: _Item, j: jax.Array, buffer: jax.Array, *, wait: bool) -> None:
+    def each_copy(item: Item, j: jax.Array, buffer: jax.Array, *, wait: bool) -> None:
         """Start the page copies of an item's ``j``-th buffer, or wait for them."""
         first, count = pages_of(item, j)
         entry = item.row * shape.table_width + first
@@ -308,13 +310,13 @@ def _kernel(
 
         @pl.when(plan[block] < core_end)
         def _start() -> None:
-            each_copy(item_at(plan[block]), jnp.int32(0), jnp.int32(0), wait=False)
+            each_copy(at(plan[block]), jnp.int32(0), jnp.int32(0), wait=False)
 
     scaled[...] = queries[...].astype(jnp.float32) * options.scale
     result[...] = jnp.zeros_like(result)
 
     def one_item(i: jax.Array, _: None) -> None:
-        item = item_at(i)
+        item = at(i)
         first_key = jnp.int32(0) if options.window is None else jnp.maximum(item.base + item.start - options.window + 1, 0)
         num_copies = pl.cdiv(item.end_page - item.first_page, ppc)
         run = item.start // _SMALL * _SMALL
@@ -352,7 +354,7 @@ def _kernel(
 
             @pl.when(following < core_end)
             def _start_next() -> None:
-                each_copy(item_at(following), jnp.where(is_last, 0, j + 1), 1 - buffer, wait=False)
+                each_copy(at(following), jnp.where(is_last, 0, j + 1), 1 - buffer, wait=False)
 
             each_copy(item, j, buffer, wait=True)
             first, count = pages_of(item, j)
