@@ -18,12 +18,14 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pddkernels.jax_ops import JaxOps, choose
+from pddkernels.mla_decode.pallas import mla_attention
 from pddkernels.ragged_paged_attention.options import AttentionOptions
-from pddkernels.shapes import MODEL_SHAPES, ModelShape
+from pddkernels.ragged_paged_attention.pallas import padded_dim
+from pddkernels.shapes import MLA_SHAPES, MODEL_SHAPES, MLAShape, ModelShape
 from pddkernels.targets.cases import DECODE, NUM_PAGES, PAGE_SIZE, PHASES, PREFILL, Phase
 from pddkernels.targets.hardware import Target
 from pddkernels.targets.report import Case, Compiled, Memory
-from pddkernels.targets.work import Work, attention, copy
+from pddkernels.targets.work import Work, attention, copy, latent_attention
 
 _WHOLE: Final = PartitionSpec()
 _KERNEL_CALL: Final = 'custom_call_target="tpu_custom_call"'
@@ -69,6 +71,8 @@ def cases(target: Target, small: bool) -> list[Case]:
                 )
         for operation, compile_it in (("append", _append), ("read", _read), ("write", _write)):
             found.append(Case("kernel", f"kv_pages.{operation}: {model}, {PREFILL.num_tokens} tokens", partial(compile_it, shape, mesh)))
+    for model, latent_shape in () if small else MLA_SHAPES.items():
+        found.append(Case("kernel", f"mla_decode: {model}, {DECODE.name}", partial(_latents, latent_shape, mesh)))
     return found
 
 
@@ -126,6 +130,18 @@ def attention_call(shape: ModelShape, window: int | None, phase: Phase, mesh: Me
 def _attention(shape: ModelShape, window: int | None, phase: Phase, mesh: Mesh) -> Compiled:
     work = attention(phase.rows, shape.num_heads, shape.num_kv_heads, shape.head_dim, window)
     return facts(compile_for_tpu(*attention_call(shape, window, phase, mesh)), work)
+
+
+def _latents(shape: MLAShape, mesh: Mesh) -> Compiled:
+    rows, num_tokens = len(DECODE.rows), DECODE.num_tokens
+    dims = (shape.latent_dim, padded_dim(shape.rope_dim))
+    arguments = (
+        *(argument((num_tokens, shape.num_heads, dim), jnp.bfloat16, mesh) for dim in (shape.latent_dim, shape.rope_dim)),
+        *(argument((NUM_PAGES, PAGE_SIZE, dim), jnp.bfloat16, mesh) for dim in dims),
+        *(argument(size, jnp.int32, mesh) for size in ((rows + 1,), (rows,), (rows, _pages_per_row(DECODE)), (1,))),
+    )
+    work = latent_attention(DECODE.rows, shape.num_heads, shape.latent_dim, shape.rope_dim)
+    return facts(compile_for_tpu(_on_one_device(partial(mla_attention, scale=shape.scale), mesh), arguments), work)
 
 
 def _append(shape: ModelShape, mesh: Mesh) -> Compiled:
