@@ -20,11 +20,13 @@ from pddkernels.torch_ops import TRITON
 from tests.conformance.kernel_suite import (
     BFLOAT16_RELATIVE_ERROR,
     FIXED_BATCHES,
+    FLOAT32_ERROR,
     REAL_BATCHES,
     AttentionPath,
     check_attention,
     check_bfloat16,
     check_float32,
+    expected,
 )
 from tests.conformance.mla_suite import MLA_BATCHES, check_mla
 from tests.conformance.page_suite import RANGES, RangeSpec, bits, emptied, make_token_pages, range_specs
@@ -59,6 +61,13 @@ def test_fixed_batches(attention: AttentionPath, name: str) -> None:
 @pytest.mark.parametrize("name", ["page size is kv heads", "mixed rows, head size 80", "window of a page", "window, cap and sinks"])
 def test_bfloat16(attention: AttentionPath, name: str) -> None:
     check_bfloat16(attention, FIXED_BATCHES[name])
+
+
+def test_float32_queries_over_bfloat16_pages(attention: AttentionPath) -> None:
+    """Products in the wider dtype: what was stored is used exactly."""
+    batch = make_batch(FIXED_BATCHES["one past whole pages"])
+    mixed = replace(batch, k_pages=batch.rounded().k_pages, v_pages=batch.rounded().v_pages)
+    assert np.abs(attention(mixed) - expected(mixed)).max() <= FLOAT32_ERROR
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m", "gpt-oss-20b"])
@@ -227,6 +236,23 @@ def test_a_long_decode_row_is_split_over_the_device_and_short_ones_are_not() -> 
     behind = windowed[(windowed[:, 0] == 0) & (windowed[:, 2] > 0)]
     assert int(behind[:, 4].min()) == 32768 - 4096
     assert 1 < len(behind) <= 4096 // 256
+
+
+def test_rows_that_are_a_share_each_are_not_split() -> None:
+    """Neither when they all but fill the device (49 rows of 8 programs, 3 for each of 132 processors) nor when some of it stays free."""
+    geometry = Geometry(32, 8, 128, 16, 2)
+    for num_rows in (40, 49):
+        step = plan(
+            np.arange(num_rows + 1),
+            np.full(num_rows, 4000),
+            np.zeros((num_rows, 251), np.int32),
+            geometry=geometry,
+            tiles=tiles_for(geometry, SM90),
+            windows=(None,),
+            num_processors=SM90.num_processors,
+            device=torch.device("cpu"),
+        )
+        assert len(step.works[None][0].merges) == 0
 
 
 def test_steps_of_one_shape_differ_in_the_buffer_alone() -> None:

@@ -54,7 +54,7 @@ def _start() -> None:
 
 def geometry_of(batch: RaggedBatch) -> Geometry:
     _, num_kv_heads, page_size, dim = batch.k_pages.shape
-    return Geometry(batch.queries.shape[1], num_kv_heads, dim, page_size, batch.queries.itemsize)
+    return Geometry(batch.queries.shape[1], num_kv_heads, dim, page_size, max(batch.queries.itemsize, batch.k_pages.itemsize))
 
 
 def small_tiles(group: int) -> Tiles:

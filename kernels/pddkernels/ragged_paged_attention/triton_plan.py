@@ -118,9 +118,10 @@ def _split(items: np.ndarray, tile: Tile, num_kv_heads: int, num_processors: int
     """
     first_block = items[:, 4] // tile.keys
     blocks = -(-items[:, 5] // tile.keys) - first_block
-    share = -(-int(blocks.sum()) * num_kv_heads // (tile.programs * num_processors))
-    per_piece = max(share, -(-tile.min_split_keys // tile.keys))
-    pieces = np.maximum(1, -(-blocks // per_piece))
+    share = max(1, -(-int(blocks.sum()) * num_kv_heads // (tile.programs * num_processors)))
+    # To the nearest: cutting what is little more than a share in two would cost more partial results than it evens out.
+    wanted = (2 * blocks + share) // (2 * share)
+    pieces = np.maximum(1, np.minimum(wanted, blocks * tile.keys // tile.min_split_keys))
     size = -(-blocks // pieces)
     pieces = -(-blocks // np.maximum(1, size))  # rounding up may have left nothing for the last one
     source = np.repeat(np.arange(len(items)), pieces)

@@ -25,15 +25,17 @@ from triton.backends.driver import DriverBase
 from triton.compiler import ASTSource, CompiledKernel
 
 from pddkernels.kv_pages.triton import append, pack_tokens, unpack_tokens
+from pddkernels.mla_decode.triton import mla_attention
+from pddkernels.mla_decode.triton_plan import LatentShape, plan_mla, tile_for
 from pddkernels.ragged_paged_attention.options import AttentionOptions
 from pddkernels.ragged_paged_attention.triton import ragged_paged_attention
 from pddkernels.ragged_paged_attention.triton_plan import plan
 from pddkernels.ragged_paged_attention.triton_tiles import GFX942, SM80, SM90, Geometry, Gpu, tiles_for
-from pddkernels.shapes import MODEL_SHAPES, ModelShape
-from pddkernels.targets.cases import NUM_PAGES, PAGE_SIZE, PHASES, PREFILL, Phase
+from pddkernels.shapes import MLA_SHAPES, MODEL_SHAPES, MLAShape, ModelShape
+from pddkernels.targets.cases import DECODE, NUM_PAGES, PAGE_SIZE, PHASES, PREFILL, Phase
 from pddkernels.targets.hardware import Target
 from pddkernels.targets.report import Case, Compiled, Registers
-from pddkernels.targets.work import Work, attention, copy
+from pddkernels.targets.work import Work, attention, copy, latent_attention
 
 _DEVICES: Final[dict[str, tuple[GPUTarget, Gpu]]] = {
     "cuda-sm80": (GPUTarget("cuda", 80, 32), SM80),
@@ -120,9 +122,11 @@ def cases(target: Target, small: bool) -> list[Case]:
     device, gpu = _DEVICES[target.name]
     found: list[Case] = []
     models = {_SMALL_MODEL: MODEL_SHAPES[_SMALL_MODEL]} if small else MODEL_SHAPES
+    calls = [(model, _calls(shape, gpu)) for model, shape in models.items()]
+    calls += [] if small else [(model, _latent_calls(latent_shape, gpu)) for model, latent_shape in MLA_SHAPES.items()]
     seen: set[str] = set()
-    for model, shape in models.items():
-        for operation, what, work, call in _calls(shape, gpu):
+    for model, calls_of_model in calls:
+        for operation, what, work, call in calls_of_model:
             with launches_caught(device) as launches:
                 call()
             for launch in launches:
@@ -133,7 +137,10 @@ def cases(target: Target, small: bool) -> list[Case]:
     return found
 
 
-def _calls(shape: ModelShape, gpu: Gpu) -> Iterator[tuple[str, str, Work, Callable[[], object]]]:
+_Call = tuple[str, str, Work, Callable[[], object]]
+
+
+def _calls(shape: ModelShape, gpu: Gpu) -> Iterator[_Call]:
     """(operation, at what, its work, a call of it on tensors without memory) for everything that a model of ``shape`` runs."""
     for window in dict.fromkeys(shape.windows):
         for phase in PHASES:
@@ -145,6 +152,27 @@ def _calls(shape: ModelShape, gpu: Gpu) -> Iterator[tuple[str, str, Work, Callab
     yield "kv_pages.append", f"{tokens} tokens", work, partial(_append, shape, tokens)
     yield "kv_pages.pack", f"{tokens} tokens", work * (shape.num_layers / 2), partial(_pack, shape, tokens)
     yield "kv_pages.unpack", f"{tokens} tokens", work * (shape.num_layers / 2), partial(_unpack, shape, tokens)
+
+
+def _latent_calls(shape: MLAShape, gpu: Gpu) -> Iterator[_Call]:
+    work = latent_attention(DECODE.rows, shape.num_heads, shape.latent_dim, shape.rope_dim)
+    yield "mla_decode", DECODE.name, work, partial(_attend_latents, shape, DECODE, gpu)
+
+
+def _attend_latents(shape: MLAShape, phase: Phase, gpu: Gpu) -> None:
+    latent_shape = LatentShape(shape.num_heads, shape.latent_dim, shape.rope_dim, PAGE_SIZE, itemsize=2)
+    planned = plan_mla(
+        np.cumsum([0, *(new for _, new in phase.rows)], dtype=np.int32),
+        np.array([context_len for context_len, _ in phase.rows], np.int32),
+        np.zeros((len(phase.rows), -(-phase.max_context_tokens // PAGE_SIZE)), np.int32),
+        shape=latent_shape,
+        tile=tile_for(latent_shape, gpu),
+        num_processors=gpu.num_processors,
+        device=_META,
+    )
+    q_latent, q_rope = (_tensor(phase.num_tokens, shape.num_heads, dim) for dim in (shape.latent_dim, shape.rope_dim))
+    latent_pages, rope_pages = (_tensor(NUM_PAGES, PAGE_SIZE, dim) for dim in (shape.latent_dim, shape.rope_dim))
+    mla_attention(q_latent, q_rope, latent_pages, rope_pages, planned, shape.scale)
 
 
 def _attend(shape: ModelShape, phase: Phase, window: int | None, gpu: Gpu) -> None:
