@@ -122,7 +122,7 @@ def ragged_paged_attention(
             in_specs=in_specs,
             out_specs=block,
             scratch_shapes=[
-                pltpu.VMEM((2, shape.buffer_tokens, planes, lanes), pages.dtype),
+                pltpu.VMEM((2, lanes // LANES, shape.buffer_tokens, planes, LANES), pages.dtype),
                 pltpu.VMEM((num_heads, query_tokens, lanes), jnp.float32),
                 pltpu.VMEM((kv_heads, rows, LANES), jnp.float32),
                 pltpu.VMEM((kv_heads, rows, LANES), jnp.float32),
@@ -271,6 +271,7 @@ def _kernel(
     block = core * per_core + step
     core_end = plan[(core + 1) * per_core]
     num_planes, ppc, ps = 2 * shape.stored_heads, shape.pages_per_copy, shape.page_size
+    lane_tiles = shape.lanes // LANES
 
     def at(i: jax.Array) -> Item:
         return item_at(plan, i, shape.num_blocks, shape.max_items)
@@ -285,11 +286,14 @@ def _kernel(
         entry = item.row * shape.table_width + first
 
         def one(k: jax.Array | int, _: None = None) -> None:
-            copy = pltpu.make_async_copy(pages.at[tables[entry + k]], kv.at[buffer, pl.ds(k * ps, ps)], copied.at[buffer])
-            if wait:
-                copy.wait()
-            else:
-                copy.start()
+            page = tables[entry + k]
+            for tile in range(lane_tiles):
+                source = pages.at[page, :, :, pl.ds(tile * LANES, LANES)]
+                copy = pltpu.make_async_copy(source, kv.at[buffer, tile, pl.ds(k * ps, ps)], copied.at[buffer])
+                if wait:
+                    copy.wait()
+                else:
+                    copy.start()
 
         if not shape.unroll or ppc > _MAX_UNROLLED_COPIES:
             jax.lax.fori_loop(0, count, one, None)
@@ -364,7 +368,8 @@ def _kernel(
             first_update, end_update = low // shape.compute_tokens, pl.cdiv(high, shape.compute_tokens)
 
             def clear(t: jax.Array, _: None) -> None:
-                kv[buffer, t] = jnp.zeros((num_planes, shape.lanes), kv.dtype)
+                for tile in range(lane_tiles):
+                    kv[buffer, tile, t] = jnp.zeros((num_planes, LANES), kv.dtype)
 
             # What no query of the item sees may be NaN, and NaN times a weight of zero is NaN.
             jax.lax.fori_loop(first_update * shape.compute_tokens, low, clear, None)
@@ -481,13 +486,18 @@ def _load_head(kv: jax.Array, buffer: jax.Array, first: jax.Array, head: jax.Arr
     """K and V of one head [compute_tokens, lanes], from token ``first`` of a buffer: every ``stored_heads``-th row of it.
 
     In bfloat16, K and V of a head share 32-bit words: K is the lower half. A bfloat16 in the upper half is the same value in float32.
+    Mosaic loads rows with a stride from memory of 128 lanes only, so buffers have an axis of lane tiles.
     """
     keys, heads = shape.compute_tokens, shape.stored_heads
-    tokens = kv.at[buffer, pl.ds(first, keys)]
-    if kv.dtype == jnp.float32:
-        flat = tokens.reshape(keys * 2 * heads, shape.lanes)
-        k, v = (flat[pl.ds(2 * head + plane, keys, stride=2 * heads)] for plane in range(2))
-        return k, v
-    words = tokens.bitcast(jnp.uint32).reshape(keys * heads, shape.lanes)
-    pair = words[pl.ds(head, keys, stride=heads)]
-    return pltpu.bitcast(pair << 16, jnp.float32), pltpu.bitcast(pair & jnp.uint32(0xFFFF0000), jnp.float32)
+    k_tiles, v_tiles = [], []
+    for tile in range(shape.lanes // LANES):
+        tokens = kv.at[buffer, tile, pl.ds(first, keys)]
+        if kv.dtype == jnp.float32:
+            flat = tokens.reshape(keys * 2 * heads, LANES)
+            k, v = (flat[pl.ds(2 * head + plane, keys, stride=2 * heads)] for plane in range(2))
+        else:
+            pair = tokens.bitcast(jnp.uint32).reshape(keys * heads, LANES)[pl.ds(head, keys, stride=heads)]
+            k, v = pltpu.bitcast(pair << 16, jnp.float32), pltpu.bitcast(pair & jnp.uint32(0xFFFF0000), jnp.float32)
+        k_tiles.append(k)
+        v_tiles.append(v)
+    return jnp.concatenate(k_tiles, axis=1), jnp.concatenate(v_tiles, axis=1)
