@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CONFIG ?= configs/local.yaml
 MODEL ?= smollm2-135m
 
-.PHONY: serve test test-all lint bench proto install model clean
+.PHONY: serve test test-all lint bench gpu proto install model clean
 
 install: $(VENV)/.installed
 
@@ -38,6 +38,10 @@ test-all: lint model
 
 bench: model
 	$(BIN)/pdd bench ttft $(CONFIG) --json docs/measurements/ttft.json --plot docs/measurements/ttft.png
+
+# For a machine with an NVIDIA GPU, with what its Python has: installs nothing, fetches nothing, and says what it skips. JSON in $$OUT, if set.
+gpu:
+	@PYTHONPATH=.:bridge:kernels$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m benchmarks.gpu
 
 proto: install
 	$(BIN)/python tools/gen_proto.py
