@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CONFIG ?= configs/local.yaml
 MODEL ?= smollm2-135m
+TEST_WORKERS ?= 2
 
 .PHONY: serve test test-all lint bench gpu proto install model clean
 
@@ -30,11 +31,14 @@ lint: install
 	$(BIN)/lint-imports
 	$(BIN)/python tools/gen_proto.py --check
 
+# Files of tests side by side; tests of the whole system one after another, for they start processes that want the cores themselves.
 test: lint model
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -m "not slow" -n $(TEST_WORKERS) --dist loadfile --ignore=tests/system
+	$(BIN)/pytest -m "not slow" tests/system
 
 test-all: lint model
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile --ignore=tests/system
+	$(BIN)/pytest tests/system
 
 bench: model
 	$(BIN)/pdd bench ttft $(CONFIG) --json docs/measurements/ttft.json --plot docs/measurements/ttft.png
