@@ -24,7 +24,7 @@ _FLOAT16_MODEL: Final = "llama-3.1-8b"
 def run(model: str, device: torch.device, sizes: Sizes, seed: int) -> list[Finding]:
     """Every batch, dtype and window of ``model``; and that its heads have kernels on a GPU."""
     shape = MODEL_SHAPES[model]
-    findings = []
+    findings = [checked("memory is poisoned", None if _is_poisoned(device) else "torch did not fill it with NaN")]
     for name, dtype in DTYPES.items():
         if dtype == torch.float16 and model != _FLOAT16_MODEL:
             continue
@@ -35,6 +35,11 @@ def run(model: str, device: torch.device, sizes: Sizes, seed: int) -> list[Findi
                 label = f"{name}: {what}{'' if window is None else f', window {window}'}"
                 findings.append(check_batch(label, ops, shape, rows, dtype, window, device, seed + len(findings)))
     return findings
+
+
+def _is_poisoned(device: torch.device) -> bool:
+    with poisoned_memory():
+        return bool(torch.empty(1 << 16, device=device).isnan().all())
 
 
 def problem_of(shape: ModelShape, dtype: torch.dtype) -> Problem:

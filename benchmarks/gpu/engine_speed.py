@@ -23,6 +23,8 @@ from pddkernels.shapes import ModelShape
 from pddkernels.targets import work
 
 _DTYPE: Final = "bfloat16"
+# Root of the mean square, over the logits' own: bfloat16 through all layers leaves a few hundredths, a wrong key or value far more.
+_LOGITS_ERROR: Final = 0.1
 # Layers are alike. XLA compiles each of them anew for every size of step, which takes minutes for all 32 of the model.
 _JAX_LAYERS: Final = 8
 
@@ -49,7 +51,7 @@ def run(name: EngineName, engine_device: str, device: torch.device, sizes: Sizes
     findings += [measuring.chunk(context_len, new) for context_len, new in sizes.chunks]
     measuring.fill()
     findings += [measuring.decode(streams) for streams in sizes.streams]
-    findings.append(measuring.finite_logits())
+    findings += [measuring.finite_logits(), measuring.same_logits()]
     fallbacks = {reason: times for reason, times in engine.stats().fallbacks.items() if times}
     unexpected = unexpected_fallbacks(name, fallbacks)
     findings.append(checked("fallbacks", f"counted {unexpected}" if unexpected else None, note=str(fallbacks or "none")))
@@ -112,6 +114,15 @@ class _Measuring:
         spread = float(logits.std(axis=-1).min())
         problem = f"{bad} logits are not finite" if bad else "logits of a row are all the same" if spread == 0 else None
         return checked("logits", problem, {"smallest_spread": spread})
+
+    def same_logits(self) -> Finding:
+        """Of a prompt's last token, as the end of a chunk and as a decode row over the chunk's KV."""
+        ids, pages = self._ids(self._sizes.prompt_tokens), self._chunk_pages
+        chunk = self._engine.logits(step_of(Row(ids, 0, pages)))
+        decoded = self._engine.logits(step_of(Row(ids[-1:], len(ids) - 1, pages)))
+        error = float(np.sqrt(np.mean((chunk - decoded) ** 2) / np.mean(chunk**2)))
+        problem = None if error <= _LOGITS_ERROR else "a decode row's logits are not those of a chunk"
+        return checked("logits of a chunk and of a decode row", problem, {"error": error, "allowed": _LOGITS_ERROR})
 
     def _ids(self, count: int) -> np.ndarray:
         return self._rng.integers(self._shape.vocab_size, size=count).astype(np.int32)

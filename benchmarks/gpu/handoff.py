@@ -26,6 +26,8 @@ _TOKENS: Final = 24
 _HANDOFFS: Final = (0, 1, 5, 16)
 # Of one plane's largest magnitude: what float32 leaves of either engine's own KV.
 _KV_ERROR: Final = 2e-5
+# Two candidates within this are either's right to choose: logits of the two engines differ by about 1e-5.
+_TIE: Final = 1e-4
 
 
 @dataclass(frozen=True)
@@ -79,20 +81,24 @@ def _direction(source: Engine, target: Engine, way: str, prompt: np.ndarray, see
     prefill(target, prompt[:-1], own)
     findings.append(_close_kv(f"{way}: KV of either's own prefill", source, kept, target, own, tokens))
     for name, params in _samplers(seed).items():
-        pages = _pages(source, here, len(prompt) + _TOKENS)
-        prefill(source, prompt[:-1], pages)
-        alone = _continue(source, prompt, pages, [], params)
-        wrong = []
+        sender_pages = _pages(source, here, len(prompt) + _TOKENS)
+        prefill(source, prompt[:-1], sender_pages)
+        alone = _continue(source, prompt, sender_pages, [], params)
+        wrong: list[str] = []
+        ties: list[str] = []
         for handoff in _HANDOFFS:
             pages = _pages(target, there, len(prompt) + _TOKENS)
             move_kv(source, kept, target, pages, tokens, seed + handoff)
             stream = _continue(target, prompt, pages, alone[:handoff], params)
             if stream != alone:
                 first = next(i for i, (a, b) in enumerate(zip(stream, alone, strict=True)) if a != b)
-                wrong.append(f"handed over after {handoff}, token {first} is {stream[first]}, alone {alone[first]}")
+                gap = _gap(source, prompt, sender_pages, alone[: first + 1], stream[first])
+                line = f"handed over after {handoff}, token {first} is {stream[first]}, alone {alone[first]}, logits {gap:.2g} apart"
+                (ties if name == "greedy" and gap <= _TIE else wrong).append(line)
         # A model that repeats itself would hide what is lost.
         problem = "; ".join(wrong) if wrong else "the stream has fewer than 4 different tokens" if len(set(alone)) < 4 else None
-        findings.append(checked(f"{way}: {name} tokens, {len(_HANDOFFS)} handoffs", problem))
+        note = f"a tie: {'; '.join(ties)}" if ties else ""
+        findings.append(checked(f"{way}: {name} tokens, {len(_HANDOFFS)} handoffs", problem, note=note))
     return findings
 
 
@@ -113,6 +119,14 @@ def _continue(engine: Engine, prompt: np.ndarray, pages: np.ndarray, log: list[i
         pending = [engine.step(step_of(row)).records[0].token_id]
         tokens += pending
     return tokens
+
+
+def _gap(engine: Engine, prompt: np.ndarray, pages: np.ndarray, stream: list[int], other: int) -> float:
+    """By how much the logit of the stream's last token is above the ``other``'s, on the engine that made the stream in ``pages``."""
+    *before, chosen = stream
+    pending = np.array([before[-1] if before else prompt[-1]])
+    logits = engine.logits(step_of(Row(pending, len(prompt) - 1 + len(before), pages, log_ids=np.array(before, np.int32))))[0]
+    return float(logits[chosen] - logits[other])
 
 
 def _pages(engine: Engine, pages: ScatteredPages, num_tokens: int) -> np.ndarray:

@@ -20,7 +20,7 @@ from benchmarks.gpu.timing import time_calls
 from pddkernels.ragged_paged_attention.options import AttentionOptions
 from pddkernels.shapes import MLA_SHAPES, MODEL_SHAPES, MLAShape, ModelShape
 from pddkernels.targets import work
-from pddkernels.torch_ops import choose
+from pddkernels.torch_ops import TRITON, TorchOps, choose
 
 # Groups of 4 and of 8 query heads, and the widest heads, half of whose layers have a window and a cap.
 MODELS: Final = ("llama-3.1-8b", "qwen3-32b", "gemma-2-9b")
@@ -111,15 +111,16 @@ def _moves(timer: _Timer, shape: ModelShape, model: str, seed: int) -> list[Find
     page_shape = (shape.num_layers, num_pages, shape.num_kv_heads, PAGE_SIZE, shape.head_dim)
     pool = torch.randn(page_shape, device=device, dtype=_DTYPE)
     ops = choose(problem_of(shape, _DTYPE), device)
-    wire = ops.pack(pool, page_tables[0], 0, num_tokens, 0, shape.num_kv_heads)
+    pack, unpack = _movers(ops, page_tables[0], device)
+    wire = pack(pool, 0, num_tokens, 0, shape.num_kv_heads)
     kept = torch.randn((num_tokens, 2, shape.num_kv_heads, shape.head_dim), device=device, dtype=_DTYPE)
     step = ops.plan(np.array([0, num_tokens], np.int32), np.zeros(1, np.int32), page_tables)
     plane_values = shape.num_layers * num_tokens * shape.num_kv_heads * shape.head_dim
     layer_values = 2 * num_tokens * shape.num_kv_heads * shape.head_dim
     calls: dict[str, tuple[int, Callable[[], object]]] = {
         "append, one layer": (layer_values, lambda: step.append(pool[0], pool[1], kept[:, 0], kept[:, 1])),
-        "pack, one plane": (plane_values, lambda: ops.pack(pool, page_tables[0], 0, num_tokens, 0, shape.num_kv_heads)),
-        "unpack, one plane": (plane_values, lambda: ops.unpack(pool, wire, page_tables[0], 0, 0)),
+        "pack, one plane": (plane_values, lambda: pack(pool, 0, num_tokens, 0, shape.num_kv_heads)),
+        "unpack, one plane": (plane_values, lambda: unpack(pool, wire, 0, 0)),
     }
     return [
         Finding(
@@ -130,6 +131,24 @@ def _moves(timer: _Timer, shape: ModelShape, model: str, seed: int) -> list[Find
         )
         for name, (num_values, call) in calls.items()
     ]
+
+
+def _movers(
+    ops: TorchOps, page_table: np.ndarray, device: torch.device
+) -> tuple[Callable[[torch.Tensor, int, int, int, int], torch.Tensor], Callable[[torch.Tensor, torch.Tensor, int, int], None]]:
+    """Pack and unpack. Triton's get a table that is on the device already: sending it, as the dispatch point does, makes the host wait."""
+    if ops.path != TRITON:
+        return (
+            lambda pool, start, stop, first, count: ops.pack(pool, page_table, start, stop, first, count),
+            lambda pool, wire, start, first: ops.unpack(pool, wire, page_table, start, first),
+        )
+    from pddkernels.kv_pages import triton as kernels
+
+    table = torch.from_numpy(page_table).to(device)
+    return (
+        lambda pool, start, stop, first, count: kernels.pack_tokens(pool, table, start, stop, first, count),
+        lambda pool, wire, start, first: kernels.unpack_tokens(pool, wire, table, start, first),
+    )
 
 
 def _latent(what: str, timer: _Timer, shape: MLAShape, rows: Rows, seed: int) -> Finding:

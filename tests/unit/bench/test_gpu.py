@@ -21,8 +21,11 @@ from benchmarks.gpu import check_attention, check_latent, check_pages, engine_sp
 from benchmarks.gpu.batches import Heads, draw, poisoned_memory
 from benchmarks.gpu.children import Child
 from benchmarks.gpu.findings import Finding, PartResult, save_report
+from benchmarks.gpu.models import HANDED_OVER, config_of, make_engine, spec_of
 from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.sizes import SMALL
+from pdd.conform.steps import GREEDY, decode, prefill
+from pddbridge.engine import Engine, Step
 from pddkernels.ragged_paged_attention import reference
 from pddkernels.ragged_paged_attention.options import AttentionOptions
 from pddkernels.shapes import MODEL_SHAPES
@@ -146,6 +149,7 @@ def test_kernel_checks_pass_on_the_portable_path() -> None:
     assert [finding.what for finding in findings if finding.status == "skipped"] == ["attention over a pool of more than 2**31 values"]
 
 
+@pytest.mark.slow
 def test_kernel_checks_pass_on_interpreted_triton() -> None:
     with interpreting_process() as child:
         for findings in (
@@ -255,6 +259,36 @@ def test_an_engine_is_measured_and_its_logits_are_looked_at() -> None:
     assert named["decode, 2 streams at 29"].numbers["tokens_s"] > 0
     assert named["prefill of 32 after 32"].numbers["share"] > 0
     assert named["logits"].status == "passed"
+
+
+def test_an_engine_whose_decode_rows_see_other_kv_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = engine_speed.make_engine
+
+    def make_forgetful(*arguments: object) -> Engine:
+        engine = make(*arguments)  # type: ignore[arg-type]
+        logits = engine.logits
+
+        def of_rolled_pages(step: Step) -> np.ndarray:
+            is_decode = len(step.token_ids) == 1
+            return logits(replace(step, page_tables=np.roll(step.page_tables, 1, axis=1)) if is_decode else step)
+
+        engine.logits = of_rolled_pages  # type: ignore[method-assign]
+        return engine
+
+    monkeypatch.setattr(engine_speed, "make_engine", make_forgetful)
+    (problem,) = problems(engine_speed.run("torch", "cpu", CPU, SMALL, threads=1, seed=0))
+    assert problem.startswith("logits of a chunk and of a decode row")
+
+
+def test_a_gap_is_measured_between_logits() -> None:
+    """The sender's own first token is its largest logit, so no other is above it, and the gap to itself is none."""
+    spec = spec_of(HANDED_OVER, 60)
+    engine = make_engine("torch", spec, config_of(spec, "cpu", "float32", 8, 64, 2, 1), 0)
+    prompt, pages = np.arange(20, dtype=np.int32), np.arange(4, dtype=np.int32)
+    prefill(engine, prompt[:-1], pages)
+    stream = decode(engine, prompt, pages, 3, GREEDY)
+    assert handoff._gap(engine, prompt, pages, stream, stream[-1]) == 0
+    assert all(handoff._gap(engine, prompt, pages, stream[:count], other) > 0 for count in (1, 3) for other in (0, 7))
 
 
 def test_tokens_are_those_of_one_engine_on_both_sides_of_a_handoff() -> None:
