@@ -9,7 +9,9 @@ from pdd.policy.link import LinkSnapshot, delaying_bytes
 
 Pipeline = Literal["direct", "relay"]
 # Bounded set: it labels a metric. The text of a decision carries the figures.
-PipelineReason = Literal["within_budget", "over_budget", "link_unmeasured", "forced", "main_lost", "no_relay", "relay_full", "relay_lost"]
+PipelineReason = Literal[
+    "within_budget", "over_budget", "link_unmeasured", "forced", "main_lost", "no_relay", "relay_full", "relay_lost", "shared"
+]
 RelayState = Literal["available", "none", "full", "lost"]
 
 

@@ -19,7 +19,14 @@ class WorkerLoad:
     max_rows: int
 
 
-def least_loaded(workers: Sequence[WorkerLoad], role: Role, excluded: frozenset[str] = frozenset()) -> WorkerLoad | None:
-    """The ready worker of ``role`` with the smallest share of its rows in use, by name on ties; None when there is none."""
+def least_loaded(
+    workers: Sequence[WorkerLoad], role: Role, excluded: frozenset[str] = frozenset(), preferred: str | None = None
+) -> WorkerLoad | None:
+    """The ready worker of ``role`` with the smallest share of its rows in use, by name on ties; None when there is none. ``preferred``,
+    which has what the request needs, before them while it has a row free.
+    """
     candidates = [w for w in workers if w.role == role and w.ready and w.name not in excluded]
+    for worker in candidates:
+        if worker.name == preferred and worker.num_held < worker.max_rows:
+            return worker
     return min(candidates, key=lambda w: (w.num_held / w.max_rows, w.name), default=None)

@@ -15,6 +15,7 @@ from pdd.serving.link_metrics import LinkCollector
 from pdd.serving.metrics import Metrics
 from pdd.serving.request import Delta, GenerationRequest, Override
 from pdd.serving.run_request import RequestRun, RunContext
+from pdd.serving.shared_prompts import SharedPrompts
 from pdd.serving.text.model import TextModel
 from pdd.serving.timeline import TimelineRecorder
 from pdd.serving.worker_pool import WorkerPool
@@ -45,7 +46,7 @@ class Coordinator:
         self._pool = pool
         self._text_model = text_model
         self.metrics = metrics
-        self._context = RunContext(config, pool, LinkEstimate(_declared_rates(config)), metrics)
+        self._context = RunContext(config, pool, LinkEstimate(_declared_rates(config)), metrics, SharedPrompts())
         self._running: dict[str, asyncio.Task[None]] = {}
         for worker in pool.workers:
             metrics.worker_ready.labels(worker.name).set_function(worker.readiness)

@@ -77,7 +77,7 @@ class Holders:
 
     def open(self, worker: PooledWorker, attach: Attach) -> Holder:
         """Returns at once; what becomes of it arrives through ``next``."""
-        remaining_s = max(0.001, self._deadline - time.monotonic())
+        remaining_s = self.remaining_s
         stream = worker.attach(remaining_s)
         holder = Holder(attach.part, worker, stream, attach.computes)
         stream.open(
@@ -112,11 +112,23 @@ class Holders:
                 async with asyncio.timeout(max(0.0, end - time.monotonic())):
                     holder, event = await self._inbox.get()
             except TimeoutError:
-                if time.monotonic() >= self._deadline:
-                    raise PddError(Code.DEADLINE_EXCEEDED, f"not finished after {self._request.timeout_s:g} s") from None
+                self.check_deadline()
                 return None
             if not holder.released:
                 return holder, event
+
+    def check_deadline(self) -> None:
+        """Raises PddError DEADLINE_EXCEEDED once the request's time is over."""
+        if time.monotonic() >= self._deadline:
+            raise PddError(Code.DEADLINE_EXCEEDED, f"not finished after {self._request.timeout_s:g} s")
+
+    def tell(self, holder: Holder, event: Event) -> None:
+        """Put ``event`` behind those that ``holder`` sent."""
+        self._inbox.put_nowait((holder, event))
+
+    @property
+    def remaining_s(self) -> float:
+        return max(0.001, self._deadline - time.monotonic())
 
     def release(self, holder: Holder) -> None:
         """Let go of it in order, in the background. Its later events are not delivered."""

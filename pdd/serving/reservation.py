@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pdd.errors import Code, PddError
 from pdd.policy.pipeline import RelayState
 from pdd.serving.holders import Attach, Holder, Holders
+from pdd.serving.shared_prompts import PromptShare
 from pdd.serving.worker_events import Event, Failed, Reserved
 from pdd.serving.worker_pool import WorkerPool
 
@@ -31,10 +32,15 @@ class Reservation:
     losses: list[tuple[str, str]] = field(default_factory=list)
 
 
-async def reserve(pool: WorkerPool, holders: Holders, may_relay: bool, relay_limit: int | None) -> Reservation:
-    """Open both at once and wait for both. Raises PddError when main refuses the request, or at the deadline."""
+async def reserve(
+    pool: WorkerPool, holders: Holders, may_relay: bool, relay_limit: int | None, share: PromptShare, with_main: bool = True
+) -> Reservation:
+    """Open both at once and wait for both. ``share``: who may have the prompt already; without ``with_main`` the relay is opened alone.
+
+    Raises PddError when main refuses the request, or at the deadline.
+    """
     result = Reservation()
-    relay_worker = pool.route("relay") if may_relay else None
+    relay_worker = pool.route("relay", preferred=share.relay) if may_relay else None
     if relay_worker is not None:
         full = relay_worker.num_held >= relay_worker.info.max_rows
         result.relay_state = "full" if full else "available"
@@ -44,12 +50,13 @@ async def reserve(pool: WorkerPool, holders: Holders, may_relay: bool, relay_lim
     elif may_relay and pool.has_role("relay"):
         result.relay_state = "lost"
         result.losses.append(("relay", "no relay worker is ready"))
-    main_worker = pool.route("main")
-    if main_worker is None:
-        result.losses.append(("main", "no main worker is ready"))
-    else:
-        result.main_decodes = result.relay is None
-        result.main = holders.open(main_worker, Attach("main", computes=False, decode=result.main_decodes))
+    if with_main:
+        main_worker = pool.route("main", preferred=share.main)
+        if main_worker is None:
+            result.losses.append(("main", "no main worker is ready"))
+        else:
+            result.main_decodes = result.relay is None
+            result.main = holders.open(main_worker, Attach("main", computes=False, decode=result.main_decodes))
     grace_ends: float | None = None
     while _awaits(result.main) or _awaits(result.relay):
         if grace_ends is None and not _awaits(result.main):

@@ -21,9 +21,22 @@ from pdd.serving.metrics import Metrics
 from pdd.serving.prefill_run import PrefillRun, open_prefill
 from pdd.serving.request import Delta, GenerationRequest
 from pdd.serving.reservation import REQUEST_ERRORS, Reservation, reserve
+from pdd.serving.shared_prompts import SHARE_WAIT_S, Entry, SharedPrompts
 from pdd.serving.timeline import TimelineRecorder
 from pdd.serving.token_log import TokenLogError
-from pdd.serving.worker_events import Event, Failed, Ingested, KvComplete, Prefilled, Proposed, Pushed, PushFailed, Reserved, Sealed
+from pdd.serving.worker_events import (
+    Event,
+    Failed,
+    Ingested,
+    KvComplete,
+    Prefilled,
+    Proposed,
+    Pushed,
+    PushFailed,
+    Reserved,
+    Sealed,
+    SharedAtMain,
+)
 from pdd.serving.worker_pool import WorkerPool
 
 _log = logging.getLogger(__name__)
@@ -37,6 +50,7 @@ class RunContext:
     pool: WorkerPool
     links: LinkEstimate
     metrics: Metrics
+    prompts: SharedPrompts
 
 
 class RequestRun:
@@ -66,15 +80,13 @@ class RequestRun:
         self._relay: Holder | None = None
         self._prefill: PrefillRun | None = None
         self._recomputed_on: frozenset[str] = frozenset()
+        self._share = context.prompts.join(request.tenant, request.prompt_ids)
+        self._awaits_shared = False  # relays, and main is opened when another request's KV is there
 
     async def run(self) -> None:
         """Until the request has finished and every holder was told. Raises PddError. Cancelling it lets go of every holder at once."""
         try:
-            may_relay = self._forced != "direct" and self._pool.has_role("relay")
-            reserved = await reserve(self._pool, self._holders, may_relay, self._relay_limit)
-            self._choose(reserved)
-            self._start_prefill()
-            for holder, event in reserved.early:
+            for holder, event in await self._begin():
                 self._on_event(holder, event)
             while self._acceptor.finish_reason is None:
                 item = await self._holders.next(self._handoff.seal_deadline)
@@ -83,21 +95,71 @@ class RequestRun:
                 else:
                     self._on_event(*item)
         except BaseException:
+            self._share.leave()
             await self._holders.drop_all()
             raise
+        self._share.leave()
         await self._holders.release_all()
 
     # --- before the first token
+
+    async def _begin(self) -> list[tuple[Holder, Event]]:
+        """Reserve, choose, start prefill; or go on from what a request with the same prompt brings. Events to be handled next."""
+        may_relay = self._forced != "direct" and self._pool.has_role("relay")
+        if await self._enter(may_relay) == "relay":
+            reserved = await reserve(self._pool, self._holders, True, self._relay_limit, self._share, with_main=False)
+            if reserved.relay is not None and reserved.relay.miss_tokens(self._prompt_tokens) == 0:
+                self._relay_shared(reserved.relay)
+                return reserved.early
+            if reserved.relay is not None:
+                self._holders.release(reserved.relay)  # its cache has let go of the prompt, or keeps none: bring it anew
+            else:
+                await self._enter(may_relay=False)
+        reserved = await reserve(self._pool, self._holders, may_relay, self._relay_limit, self._share)
+        self._choose(reserved)
+        self._start_prefill()
+        return reserved.early
+
+    async def _enter(self, may_relay: bool) -> Entry:
+        if self._prompt_tokens == 1:
+            return "alone"  # there is no KV to share
+        must_relay = may_relay and self._forced == "relay"
+        entry = await self._share.enter(may_relay, must_relay, min(SHARE_WAIT_S, self._holders.remaining_s))
+        self._holders.check_deadline()
+        if entry == "alone":
+            self._count_fallback("shared_late", f"the request with the same prompt had no KV to share after {SHARE_WAIT_S:g} s")
+        return entry
+
+    def _relay_shared(self, relay: Holder) -> None:
+        """The relay has the prompt from another request, and main will have it."""
+        self._relay = relay
+        self._timeline.decision = PipelineDecision("relay", "shared", "another request brings main this KV; the relay has it", None)
+        self._metrics.pipelines.labels("relay", "shared").inc()
+        self._kv_arrived(relay)
+        self._awaits_shared = True
+        self._share.when_main(lambda: self._holders.tell(relay, SharedAtMain()))
+
+    def _open_main(self) -> None:
+        """Main joins a request that a relay has begun."""
+        self._awaits_shared = False
+        worker = self._pool.route("main", preferred=self._share.main)
+        if worker is None:
+            self._fail_over("main_lost", "no main worker is ready", main_died=False)
+        else:
+            self._main = self._holders.open(worker, Attach("main", computes=False, decode=False))
+
+    def _main_looked_up(self, main: Holder) -> None:
+        hit = main.reserved.hit_tokens if main.reserved is not None else 0
+        self._timeline.main_hit_tokens = hit
+        self._metrics.cache_queries.labels("main").inc(self._prompt_tokens - 1)
+        self._metrics.cache_hits.labels("main").inc(hit)
 
     def _choose(self, reserved: Reservation) -> None:
         for part, message in reserved.losses:
             self._count_fallback(f"{part}_lost", message)
         self._main, self._relay = reserved.main, reserved.relay
         if self._main is not None:
-            hit = self._main.reserved.hit_tokens if self._main.reserved is not None else 0
-            self._timeline.main_hit_tokens = hit
-            self._metrics.cache_queries.labels("main").inc(self._prompt_tokens - 1)
-            self._metrics.cache_hits.labels("main").inc(hit)
+            self._main_looked_up(self._main)
         elif self._relay is None:
             cause = "; ".join(message for _, message in reserved.losses)
             self._timeline.decision = PipelineDecision("direct", "main_lost", cause, None)
@@ -135,8 +197,9 @@ class RequestRun:
         )
 
     def _start_prefill(self) -> None:
-        decoders = [holder for holder in (self._relay, self._main) if holder is not None and not holder.computes]
+        decoders = [h for h in (self._relay, self._main) if h is not None and not h.computes and not h.kv_here]
         targets = [holder for holder in decoders if holder.miss_tokens(self._prompt_tokens) > 0]
+        self._share.relay_is_coming(self._relay in targets)
         for holder in decoders:
             if holder not in targets:
                 self._kv_arrived(holder)
@@ -155,8 +218,14 @@ class RequestRun:
         if holder.released:
             return
         match event:
+            case SharedAtMain():
+                if self._awaits_shared:
+                    self._open_main()
             case Reserved():
                 holder.reserved = event
+                if holder is self._main and not holder.computes:
+                    self._main_looked_up(holder)
+                    self._start_prefill()
             case Prefilled() if self._prefill is not None and holder is self._prefill.holder:
                 self._prefill.prefilled(event, self._prompt_tokens, self._metrics)
             case Prefilled():
@@ -198,9 +267,12 @@ class RequestRun:
     def _kv_arrived(self, holder: Holder) -> None:
         holder.kv_here = True
         now = self._timeline.now_s()
-        if holder is self._relay and self._timeline.relay_kv_s is None:
-            self._timeline.relay_kv_s = now
+        if holder is self._relay:
+            self._share.kv_at_relay(holder.worker.name)
+            if self._timeline.relay_kv_s is None:
+                self._timeline.relay_kv_s = now
         if holder is self._main:
+            self._share.kv_at_main(holder.worker.name)
             if self._timeline.main_kv_s is None:
                 self._timeline.main_kv_s = now
             self._advance()
@@ -243,6 +315,7 @@ class RequestRun:
             self._metrics.handoffs.labels(self._timeline.handoff).inc()
             self._metrics.handoff_s.observe(self._timeline.handoff_done_s - self._timeline.handoff_start_s)
         if self._relay is not None:
+            self._share.relay_is_coming(False)
             self._holders.release(self._relay)
             self._relay = None
 
@@ -251,7 +324,7 @@ class RequestRun:
             self._lost(relay, Failed(Code.INTERNAL, f"sealed at {length}, the log has {len(self._acceptor.log)} tokens", died=False))
             return
         self._handoff.sealed()
-        if self._main is None:
+        if self._main is None and not self._awaits_shared:
             self._handoff.resume_relay(relay, self._acceptor.log.ids)
         self._advance()
 
@@ -280,6 +353,7 @@ class RequestRun:
                 return  # its work was done
         if holder is self._relay:
             self._relay = None
+            self._share.relay_is_coming(False)
             self._handoff.relay_gone()
             if self._handoff.committed:
                 return  # main was on its way to take over
@@ -290,6 +364,9 @@ class RequestRun:
 
     def _fail_over(self, reason: str, cause: str, main_died: bool) -> None:
         self._count_fallback(reason, cause)
+        if self._awaits_shared:
+            self._open_main()
+            return
         log_ids = self._acceptor.log.ids
         sends = self._prefill is not None and self._prefill.sends
         snapshot = FailoverSnapshot(_state(self._main), _state(self._relay), sends)

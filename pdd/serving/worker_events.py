@@ -79,7 +79,12 @@ class Failed:
     died: bool
 
 
-Event = Reserved | Prefilled | KvComplete | Pushed | PushFailed | Proposed | Ingested | Sealed | Failed
+@dataclass(frozen=True)
+class SharedAtMain:
+    """Not a worker's word: another request has brought this prompt's KV to main, or will not, so main is to be opened now."""
+
+
+Event = SharedAtMain | Reserved | Prefilled | KvComplete | Pushed | PushFailed | Proposed | Ingested | Sealed | Failed
 
 
 def code_from_name(name: str) -> Code:

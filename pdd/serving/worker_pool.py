@@ -131,9 +131,9 @@ class WorkerPool:
         """Raises KeyError."""
         return next(worker for worker in self.workers if worker.name == name)
 
-    def route(self, role: Role, excluded: frozenset[str] = frozenset()) -> PooledWorker | None:
-        """The least loaded ready worker of ``role``, None when there is none."""
-        chosen = least_loaded(self._loads(), role, excluded)
+    def route(self, role: Role, excluded: frozenset[str] = frozenset(), preferred: str | None = None) -> PooledWorker | None:
+        """The least loaded ready worker of ``role``, ``preferred`` first; None when there is none."""
+        chosen = least_loaded(self._loads(), role, excluded, preferred)
         return None if chosen is None else self.worker(chosen.name)
 
     def has_role(self, role: Role) -> bool:

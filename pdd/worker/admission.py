@@ -47,7 +47,7 @@ class Admission:
         """
         headroom = sum(1 for r in requests if r.phase is Phase.ACTIVE)
         first = self.first()
-        if first is None or not self._memory.admit(first, headroom):
+        if first is None or not self._memory.admit(first, headroom, requests):
             return False
         self._waiting.remove(first)
         return True

@@ -5,6 +5,7 @@ requests and between the tiers.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Protocol
 
@@ -14,7 +15,7 @@ from pdd.worker.host_tier import Blocks, HostTier, TierCounts
 from pdd.worker.pages import PageCounts, PagePool
 from pdd.worker.prefix_cache import Lease, PrefixCache
 from pdd.worker.radix import PageTokens
-from pdd.worker.request import RequestState
+from pdd.worker.request import Phase, RequestState
 from pddbridge.engine import KVBlock
 from pddbridge.kv_spec import TokenRange
 
@@ -57,12 +58,12 @@ class KVMemory:
         """All zero without a second tier."""
         return TierCounts() if self._host is None else self._host.counts()
 
-    def admit(self, request: RequestState, headroom_pages: int) -> bool:
+    def admit(self, request: RequestState, headroom_pages: int, others: Iterable[RequestState] = ()) -> bool:
         """Give ``request`` pages for all its tokens, the longest cached prefix among them: sets ``pages`` and ``kv_len``.
 
         False, and nothing changed, when even eviction leaves fewer than needed plus ``headroom_pages``. A hit that ends inside a page
-        copies the page; where there is no room for copy and source together, the partial page is left out. What host memory has beyond
-        the pages on the device is written to the new ones.
+        copies the page; where there is no room for copy and source together, the partial page is left out. A page that one of ``others``
+        is still filling is found too. What host memory has beyond the pages on the device is written to the new ones.
         """
         tokens = request.tokens.view(0, len(request.tokens)).tolist()
         needed = self.pages_for(len(tokens))
@@ -80,6 +81,18 @@ class KVMemory:
             else:
                 found = ()
         fresh = needed - len(lease.pages)
+        growing = None if found else _growing_page(request, lease, others, self._page_size)
+        if growing is not None:
+            if not self._make_room(fresh + headroom_pages):
+                self._unpin(lease, request)
+                return False
+            page, num_tokens = growing
+            if lease.partial_page is not None:
+                self._pool.unpin((lease.partial_page,), request.request_id)
+            request.pages = [*lease.pages, *self._pool.allocate(fresh, request.request_id)]
+            self._device.copy_page(page, request.pages[len(lease.pages)])
+            request.kv_len = len(lease.pages) * self._page_size + num_tokens
+            return True
         has_room = self._make_room(fresh + headroom_pages)
         if lease.partial_page is not None and not has_room:
             self._pool.unpin((lease.partial_page,), request.request_id)
@@ -138,6 +151,10 @@ class KVMemory:
         if self._host is not None:
             self._host.check()
 
+    def _unpin(self, lease: Lease, request: RequestState) -> None:
+        partial = () if lease.partial_page is None else (lease.partial_page,)
+        self._pool.unpin((*lease.pages, *partial), request.request_id)
+
     def _make_room(self, num_pages: int) -> bool:
         """Evict until ``num_pages`` are free. Evicts nothing when that cannot be reached: idle pages are all evictable."""
         if self._pool.num_free + self._pool.num_idle < num_pages:
@@ -173,3 +190,27 @@ class KVMemory:
                 self._device.write_kv(table, block)
             self._host.count_hit(blocks[0].tokens.stop - request.kv_len)
             request.kv_len = blocks[0].tokens.stop
+
+
+def _growing_page(request: RequestState, lease: Lease, others: Iterable[RequestState], page_size: int) -> tuple[int, int] | None:
+    """A page that another request holds and the cache does not know, because it is not full: (page, how many of its tokens continue
+    ``lease`` for ``request``), if that is more than the lease has. It keeps its page while it is copied: nobody runs in between.
+
+    Who has the very pages of the lease has its tokens: publishing leaves one page for equal tokens.
+    """
+    start = len(lease.pages) * page_size
+    wanted = request.tokens.view(start, min(start + page_size, len(request.tokens) - 1))
+    best: tuple[int, int] | None = None
+    most = lease.partial_tokens
+    for other in others:
+        if other is request or other.tenant != request.tenant or other.phase is not Phase.ACTIVE or other.kv_len <= start + most:
+            continue
+        if tuple(other.pages[: len(lease.pages)]) != lease.pages:
+            continue
+        theirs = other.tokens.view(start, min(start + page_size, other.kv_len))
+        length = min(len(wanted), len(theirs))
+        differs = np.flatnonzero(wanted[:length] != theirs[:length])
+        common = int(differs[0]) if differs.size else length
+        if common > most:
+            best, most = (other.pages[len(lease.pages)], common), common
+    return best

@@ -52,7 +52,8 @@ def opened(is_open: bool) -> asyncio.Event:
 
 @dataclass
 class Script:
-    """How a worker behaves. Gates are open unless a test closes them. ``hit_tokens``: what its prefix cache holds of any prompt.
+    """How a worker behaves. Gates are open unless a test closes them. ``hit_tokens``: what its prefix cache holds of any prompt;
+    ``remembers``: it also holds prompts whose KV has been there, of the same tenant.
 
     ``refuse``: (code, message) of a Failed instead of Reserved · ``fail_prefill``: Failed instead of Prefilled ·
     ``break_at``: the stream breaks (as when the process dies) instead of proposing this position; only the first time ·
@@ -62,6 +63,7 @@ class Script:
     """
 
     hit_tokens: int = 0
+    remembers: bool = False
     max_rows: int = 8
     max_context_tokens: int = 256
     fingerprint: str = "same"
@@ -112,6 +114,11 @@ class Row:
     async def receive(self, tokens: int, num_bytes: int) -> None:
         await self.worker.script.kv_event_gate.wait()
         self.emit(kv_complete=pb.KvComplete(received_tokens=tokens, received_bytes=num_bytes, received_wire_bytes=num_bytes // 2))
+        self.has_kv()
+
+    def has_kv(self) -> None:
+        if self.worker.script.remembers:
+            self.worker.known.add((self.command.tenant, tuple(self.prompt)))
         self.kv_here.set()
 
     async def ingest(self, command: pb.Ingest) -> None:
@@ -186,6 +193,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self.ingests: list[tuple[int, tuple[int, ...], bool]] = []
         self.proposed = 0
         self.computed_prompt_tokens = 0
+        self.known: set[tuple[str, tuple[int, ...]]] = set()
         self.received_bytes = 0
         self.links: list[pb.LinkState] = []  # what it says it measured
         self.epoch = 1
@@ -266,7 +274,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             row.fail(*self.script.refuse)
             return
         needed = len(row.prompt) - 1
-        hit = min(self.script.hit_tokens, needed)
+        key = (row.command.tenant, tuple(row.prompt))
+        hit = needed if key in self.known else min(self.script.hit_tokens, needed)
         if row.command.kv_source == pb.KV_SOURCE_TRANSFER:
             transfer_id = 0
             if hit < needed:
@@ -276,7 +285,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             row.emit(reserved=pb.Reserved(hit_tokens=hit, transfer_id=transfer_id, epoch=self.epoch))
             if not transfer_id:
                 row.emit(kv_complete=pb.KvComplete())
-                row.kv_here.set()
+                row.has_kv()
             await row.propose()
             return
         row.emit(reserved=pb.Reserved(hit_tokens=hit, epoch=self.epoch))
@@ -285,7 +294,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             row.fail(*self.script.fail_prefill)
             return
         self.computed_prompt_tokens += needed - hit
-        row.kv_here.set()
+        row.has_kv()
         row.emit(prefilled=pb.Prefilled(computed_tokens=needed - hit))
         pushes = [self._push(row, target) for target in row.command.push_to]
         await asyncio.gather(row.propose(), *pushes)

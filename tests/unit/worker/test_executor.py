@@ -103,9 +103,24 @@ def test_a_running_prompt_is_found_by_those_that_come_after_its_prefill() -> Non
     while not driver.of("a", m.Prefilled):
         driver.step()
     driver.open("b", PROMPT, max_tokens=4)
-    assert driver.of("b", m.Reserved)[0].hit_tokens == 16
+    # All of it: two full pages from the cache, and the page that "a" goes on to write is copied.
+    assert driver.of("b", m.Reserved)[0].hit_tokens == len(PROMPT) - 1
     driver.run()
     assert (driver.log("a"), driver.log("b")) == (expected_log(PROMPT, 40), expected_log(PROMPT, 4))
+
+
+def test_a_page_that_is_being_filled_is_copied_as_far_as_the_tokens_agree() -> None:
+    driver = ExecutorDriver(FakeEngine())
+    driver.open("a", PROMPT, max_tokens=40)
+    while not driver.of("a", m.Prefilled):
+        driver.step()
+    other = [*PROMPT[:19], 5, *PROMPT[20:]]
+    assert other != list(PROMPT)
+    driver.open("b", other, max_tokens=4)
+    driver.open("c", other, max_tokens=4, tenant="another")
+    assert [driver.of(name, m.Reserved)[0].hit_tokens for name in ("b", "c")] == [19, 0]
+    driver.run()
+    assert driver.log("b") == driver.log("c") == expected_log(other, 4)
 
 
 def test_tenants_do_not_hit_each_other() -> None:
