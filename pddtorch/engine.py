@@ -8,6 +8,7 @@ compute the same holds within bfloat16's rounding, and ties are correspondingly 
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 
@@ -23,13 +24,18 @@ from pddbridge.kv_spec import KVSpec, TokenRange
 from pddbridge.model_spec import ModelSpec
 from pddbridge.sampling import greedy_suffices, sample
 from pddbridge.sampling_params import TokenRecord
+from pddkernels.native.build import NativeUnavailableError
+from pddkernels.native.torch_native import Native
 from pddkernels.torch_ops import Problem, choose
 from pddtorch.arrays import TORCH_DTYPES
 from pddtorch.batch import make_batch
 from pddtorch.kv import KVPool
 from pddtorch.model import LlamaModel
+from pddtorch.pointwise import NativePointwise, TorchPointwise
 from pddtorch.warm_up import warm_up_shapes
 from pddtorch.weights import load_weights
+
+logger = logging.getLogger(__name__)
 
 
 def create(model_dir: str, config: EngineConfig) -> TorchEngine:
@@ -56,18 +62,20 @@ class TorchEngine:
         self._thread: int | None = None
         self._own_thread()
         dtype, kv_dtype = TORCH_DTYPES[config.compute_dtype], TORCH_DTYPES[config.kv_dtype]
-        weights = load_weights(checkpoint, dtype, self._device)
+        native, self._fallbacks = _open_native(self._device, config.compile_cache_dir)
+        weights = load_weights(checkpoint, dtype, self._device, native)
         self._weights_digest = checkpoint.weights_digest()
-        self._model = LlamaModel(self._spec, weights, dtype, self._device)
+        pointwise = TorchPointwise(self._spec, dtype) if native is None else NativePointwise(self._spec, dtype, native)
+        self._model = LlamaModel(self._spec, weights, dtype, self._device, pointwise)
         self._kv_spec = KVSpec.gqa(self._spec.num_layers, self._spec.num_kv_heads, self._spec.head_dim, config.kv_dtype)
         self._layout = head_major(config.page_size, config.kv_dtype)
         windows = tuple(dict.fromkeys(self._spec.layer_windows))
         heads = (self._spec.num_heads, self._spec.num_kv_heads, self._spec.head_dim)
-        self._ops = choose(Problem(*heads, config.page_size, dtype, kv_dtype, windows), self._device)
+        self._ops = choose(Problem(*heads, config.page_size, dtype, kv_dtype, windows), self._device, native)
         self._pool = KVPool(self._kv_spec, config.num_pages, config.page_size, self._ops, self._device)
         self._num_steps = 0
         # On a CPU every linear should be packed; where torch cannot, it shows here.
-        self._fallbacks = {"unpacked_linear": weights.num_unpacked if self._device.type == "cpu" else 0}
+        self._fallbacks["unpacked_linear"] = weights.num_unpacked if self._device.type == "cpu" else 0
 
     @property
     def name(self) -> str:
@@ -166,6 +174,17 @@ class TorchEngine:
         if self._thread != threading.get_ident():
             torch.set_num_threads(self._config.num_threads)
             self._thread = threading.get_ident()
+
+
+def _open_native(device: torch.device, cache_dir: str | None) -> tuple[Native | None, dict[str, int]]:
+    """The native kernels of a CPU, and what to count where there are none."""
+    if device.type != "cpu":
+        return None, {}
+    try:
+        return Native(cache_dir), {}
+    except NativeUnavailableError as error:
+        logger.warning("slower operations instead of native kernels: %s", error)
+        return None, {error.reason: 1}
 
 
 def _device(name: str) -> torch.device:

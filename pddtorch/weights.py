@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from pddbridge.checkpoint_source import ModelTensors
+from pddkernels.native.torch_native import Native
 from pddtorch.arrays import to_torch
-from pddtorch.linear import Linear
+from pddtorch.linear import PLAIN, Linear, make_linear
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,13 @@ class ModelWeights:
     def num_unpacked(self) -> int:
         """Linears that run on the plain path."""
         linears = [linear for layer in self.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-        return sum(not linear.packed for linear in (*linears, self.head))
+        return sum(linear.path == PLAIN for linear in (*linears, self.head))
 
 
-def load_weights(checkpoint: ModelTensors, dtype: torch.dtype, device: torch.device) -> ModelWeights:
-    """Load everything. Raises what ``checkpoint.load`` does, CheckpointError for a file that cannot be read."""
+def load_weights(checkpoint: ModelTensors, dtype: torch.dtype, device: torch.device, native: Native | None) -> ModelWeights:
+    """Load everything; ``native``: whose products to use where they can be. Raises what ``checkpoint.load`` does, CheckpointError for a
+    file that cannot be read.
+    """
     spec = checkpoint.spec
     names = frozenset(checkpoint.names)
 
@@ -58,7 +61,7 @@ def load_weights(checkpoint: ModelTensors, dtype: torch.dtype, device: torch.dev
     def linear(prefix: str, *modules: str) -> Linear:
         biases = [f"{prefix}.{module}.bias" for module in modules]
         weight = stacked([f"{prefix}.{module}.weight" for module in modules])
-        return Linear(weight, stacked(biases) if biases[0] in names else None)
+        return make_linear(weight, stacked(biases) if biases[0] in names else None, native)
 
     def norm(name: str) -> torch.Tensor:
         return to_torch(checkpoint.load(f"{name}.weight")).to(device, torch.float32) + spec.norm_offset
@@ -84,5 +87,5 @@ def load_weights(checkpoint: ModelTensors, dtype: torch.dtype, device: torch.dev
     )
     # Cloned, since on the CPU an embedding of the right dtype would still be the reader's memory.
     embedding = stacked(["model.embed_tokens.weight"]).clone()
-    head = Linear(embedding if spec.tie_embeddings else stacked(["lm_head.weight"]), None)
+    head = make_linear(embedding if spec.tie_embeddings else stacked(["lm_head.weight"]), None, native, wide=True)
     return ModelWeights(embedding, layers, norm("model.norm"), head)

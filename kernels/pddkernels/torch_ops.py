@@ -14,12 +14,14 @@ import numpy as np
 import torch
 
 from pddkernels.kv_pages import portable_torch as portable_pages
+from pddkernels.native.torch_native import NATIVE_DTYPES, DecodePlan, Native, fits
 from pddkernels.ragged_paged_attention import portable_torch as portable_attention
 from pddkernels.ragged_paged_attention.options import AttentionOptions
 from pddkernels.ragged_paged_attention.triton_plan import Plan, plan
 from pddkernels.ragged_paged_attention.triton_tiles import Geometry, Gpu, Tiles, tiles_for, unsupported
 
 PORTABLE: Final = "portable"
+NATIVE: Final = "native"
 TRITON: Final = "triton"
 # What is counted, by its reason, where a device has kernels and these are not used.
 NO_TRITON: Final = "portable_kernels_no_triton"
@@ -87,10 +89,14 @@ class TorchOps(Protocol):
         """The way back, for ``values`` [L, tokens, heads, dim] in the dtype of ``layers``."""
 
 
-def choose(problem: Problem, device: torch.device) -> TorchOps:
-    """Triton's kernels on a GPU, plain PyTorch elsewhere, and where Triton's cannot serve, counted as a fallback."""
-    if device.type != "cuda":
+def choose(problem: Problem, device: torch.device, native: Native | None = None) -> TorchOps:
+    """Triton's kernels on a GPU, ``native`` ones on a CPU where it has them, else plain PyTorch: counted as a fallback where the device's
+    own kernels cannot serve."""
+    if device.type != "cuda" and native is None:
         return PortableOps(problem, device, {})
+    if device.type != "cuda":
+        reason = native_unavailable(problem)
+        return NativeOps(problem, device, {}, NATIVE, native) if reason is None else PortableOps(problem, device, {reason: 1})
     reason = unavailable(problem)
     if reason is not None:
         return PortableOps(problem, device, {reason: 1})
@@ -104,6 +110,13 @@ def unavailable(problem: Problem) -> str | None:
     if unsupported(problem.geometry) is not None:
         return UNKNOWN_SHAPE
     return None if importlib.util.find_spec("triton") else NO_TRITON
+
+
+def native_unavailable(problem: Problem) -> str | None:
+    """As :func:`unavailable`, for the CPU's native kernels."""
+    if not {problem.query_dtype, problem.kv_dtype} <= NATIVE_DTYPES:
+        return UNKNOWN_DTYPE
+    return None if fits(problem.head_dim, problem.num_heads // problem.num_kv_heads) else UNKNOWN_SHAPE
 
 
 def triton_ops(problem: Problem, device: torch.device, gpu: Gpu, tiles: Tiles | None = None) -> TritonOps:
@@ -133,17 +146,7 @@ class PortableOps:
     def plan(self, row_starts: np.ndarray, context_lens: np.ndarray, page_tables: np.ndarray) -> StepKernels:
         problem = self.problem
         _, rows = portable_pages.new_token_rows(row_starts, context_lens, page_tables, problem.num_kv_heads, problem.page_size)
-        attention = portable_attention.plan_attention(
-            row_starts,
-            context_lens,
-            page_tables,
-            num_kv_heads=problem.num_kv_heads,
-            page_size=problem.page_size,
-            head_dim=problem.head_dim,
-            mask_dtype=problem.wider_dtype,
-            device=self.device,
-            windows=problem.windows,
-        )
+        attention = self._plan_attention(row_starts, context_lens, page_tables, decodes=True)
         return _PortableStep(torch.from_numpy(rows).to(self.device), attention)
 
     def pack(self, layers: torch.Tensor, page_table: np.ndarray, start: int, stop: int, first_head: int, num_heads: int) -> torch.Tensor:
@@ -153,6 +156,22 @@ class PortableOps:
     def unpack(self, layers: torch.Tensor, values: torch.Tensor, page_table: np.ndarray, start: int, first_head: int) -> None:
         rows = self._rows(layers, page_table, start, start + values.shape[1], first_head, values.shape[2])
         portable_pages.unpack_tokens(layers.unbind(0), rows, values)
+
+    def _plan_attention(
+        self, row_starts: np.ndarray, context_lens: np.ndarray, page_tables: np.ndarray, *, decodes: bool
+    ) -> portable_attention.AttentionPlan:
+        return portable_attention.plan_attention(
+            row_starts,
+            context_lens,
+            page_tables,
+            num_kv_heads=self.problem.num_kv_heads,
+            page_size=self.problem.page_size,
+            head_dim=self.problem.head_dim,
+            mask_dtype=self.problem.wider_dtype,
+            device=self.device,
+            windows=self.problem.windows,
+            decodes=decodes,
+        )
 
     def _rows(self, layers: torch.Tensor, page_table: np.ndarray, start: int, stop: int, first_head: int, num_heads: int) -> torch.Tensor:
         _, _, num_kv_heads, page_size, _ = layers.shape
@@ -180,6 +199,52 @@ class _PortableStep:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return portable_attention.ragged_paged_attention(queries, k_pages, v_pages, self.attention, options, sinks)
+
+
+@dataclass(frozen=True)
+class NativeOps(PortableOps):
+    """The CPU's native kernels for appending and for rows with one new token; chunks, and whole-pool moves, as :class:`PortableOps`."""
+
+    native: Native | None = None
+
+    def plan(self, row_starts: np.ndarray, context_lens: np.ndarray, page_tables: np.ndarray) -> StepKernels:
+        problem, native = self.problem, self.native
+        assert native is not None
+        _, rows = portable_pages.new_token_rows(row_starts, context_lens, page_tables, problem.num_kv_heads, problem.page_size)
+        decodes = {window: native.plan_decode(row_starts, context_lens, page_tables, window) for window in problem.windows}
+        chunks = None
+        if row_starts[-1] >= len(row_starts):
+            chunks = self._plan_attention(row_starts, context_lens, page_tables, decodes=False)
+        return _NativeStep(native, torch.from_numpy(rows), decodes, chunks)
+
+
+@dataclass(frozen=True)
+class _NativeStep:
+    """``decodes``: by window, see :class:`StepKernels` · ``chunks``: None if no row has more than one new token."""
+
+    native: Native
+    rows: torch.Tensor
+    decodes: Mapping[int | None, DecodePlan | None]
+    chunks: portable_attention.AttentionPlan | None
+
+    def append(self, k_pages: torch.Tensor, v_pages: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.native.append(k_pages, v_pages, self.rows, keys, values)
+
+    def attend(
+        self,
+        queries: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        options: AttentionOptions,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        out = torch.empty_like(queries)
+        decode = self.decodes[options.window]
+        if decode is not None:
+            self.native.attend(queries, k_pages, v_pages, decode, options.scale, options.soft_cap, sinks, out)
+        if self.chunks is not None:
+            portable_attention.attend_chunks(queries, k_pages, v_pages, self.chunks, options, sinks, out)
+        return out
 
 
 @dataclass(frozen=True)

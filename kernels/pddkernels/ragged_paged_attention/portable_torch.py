@@ -92,10 +92,12 @@ def plan_attention(
     mask_dtype: torch.dtype,
     device: torch.device,
     windows: Iterable[int | None] = (None,),
+    decodes: bool = True,
 ) -> AttentionPlan:
     """Plan one ragged batch: ``row_starts`` [R+1], ``context_lens`` [R], ``page_tables`` [R, P] as in the engine contract (numpy, integer).
 
-    ``mask_dtype``: the wider of the queries' and the pages' dtype · ``windows``: of all layers that will use the plan.
+    ``mask_dtype``: the wider of the queries' and the pages' dtype · ``windows``: of all layers that will use the plan ·
+    ``decodes``: whether rows with one new token are planned, too; without them the plan is for :func:`attend_chunks`.
     """
 
     def plan(window: int | None) -> WindowPlan:
@@ -109,6 +111,7 @@ def plan_attention(
             head_dim=head_dim,
             mask_dtype=mask_dtype,
             device=device,
+            decodes=decodes,
         )
 
     return AttentionPlan({window: plan(window) for window in windows})
@@ -125,6 +128,7 @@ def _plan_window(
     head_dim: int,
     mask_dtype: torch.dtype,
     device: torch.device,
+    decodes: bool,
 ) -> WindowPlan:
     news = np.diff(row_starts)
     # From here on slots count from the start of each row's first page: the one that holds the first key its first new token sees.
@@ -133,7 +137,7 @@ def _plan_window(
     spans = np.stack((lowest, context_lens + news), axis=1) - (first_pages * page_size)[:, None]
     groups = tuple(
         _plan_group(rows, row_starts, spans, first_pages, page_tables, num_kv_heads, page_size, device)
-        for rows in _decode_groups(np.flatnonzero(news == 1), spans[:, 1], num_kv_heads * head_dim)
+        for rows in _decode_groups(np.flatnonzero((news == 1) & decodes), spans[:, 1], num_kv_heads * head_dim)
     )
     chunks = []
     for row in np.flatnonzero(news > 1):
@@ -169,9 +173,23 @@ def ragged_paged_attention(
     for group in step.groups:
         attended = _attend_group(queries.index_select(0, group.tokens), k_pages, v_pages, group, options, sinks, dtype)
         out.index_copy_(0, group.tokens, attended)
-    for chunk in step.chunks:
-        _attend_chunk(queries, k_pages, v_pages, chunk, options, sinks, dtype, out)
+    attend_chunks(queries, k_pages, v_pages, plan, options, sinks, out)
     return out
+
+
+def attend_chunks(
+    queries: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    plan: AttentionPlan,
+    options: AttentionOptions,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Attention of the planned rows with several new tokens, into their places of ``out`` [T, heads, dim]."""
+    dtype = torch.promote_types(queries.dtype, k_pages.dtype)
+    for chunk in plan.by_window[options.window].chunks:
+        _attend_chunk(queries, k_pages, v_pages, chunk, options, sinks, dtype, out)
 
 
 def _attend_group(

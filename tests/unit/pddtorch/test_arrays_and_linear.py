@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from pddtorch import linear as linear_module
 from pddtorch.arrays import to_numpy, to_torch
-from pddtorch.linear import Linear
+from pddtorch.linear import ONEDNN, PLAIN, make_linear
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
@@ -41,8 +41,8 @@ def test_the_packed_product_is_the_plain_one(dtype: torch.dtype, has_bias: bool)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(96, 40, generator=generator).to(dtype)
     bias = torch.randn(96, generator=generator).to(dtype) if has_bias else None
-    linear = Linear(weight, bias)
-    assert linear.packed
+    linear = make_linear(weight, bias, None)
+    assert linear.path == ONEDNN
     for rows in (1, 2, 7, 65):
         x = torch.randn(rows, 40, generator=generator).to(dtype)
         want = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
@@ -54,6 +54,6 @@ def test_the_packed_product_is_the_plain_one(dtype: torch.dtype, has_bias: bool)
 def test_without_onednn_the_plain_product_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_module, "can_pack", lambda device, dtype: False)
     weight = torch.eye(3) * 2
-    linear = Linear(weight, None)
-    assert not linear.packed
+    linear = make_linear(weight, None, None)
+    assert linear.path == PLAIN
     assert linear(torch.ones(1, 3)).tolist() == [[2.0, 2.0, 2.0]]

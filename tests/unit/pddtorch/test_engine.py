@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+import pddtorch.engine
 import pddtorch.linear
 from pddbridge.engine import EngineConfig, KVBlock, SampleRow, Step
 from pddbridge.kv_spec import HeadRange, LayerRange, TokenRange
 from pddbridge.sampling_params import SamplingParams
+from pddkernels.native.build import NO_COMPILER, NativeUnavailableError
+from pddkernels.native.torch_native import Native
 from pddtorch.engine import TorchEngine, create
 from tests.support import oracle
 from tests.support.tiny_models import make_tiny_llama
@@ -263,6 +266,26 @@ def test_unpacked_linears_are_counted(model_dir: Path, monkeypatch: pytest.Monke
     ids = ids_of(14, 20)
     got = engine.logits(step_of([(ids, 0, TABLE)], [0]))[0]
     assert np.abs(got - oracle.logits(model_dir, ids.tolist())[-1]).max() < 1e-4
+
+
+@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+def test_without_a_compiler_the_plain_operations_run_and_are_counted(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, compute_dtype: str
+) -> None:
+    config = replace(CONFIG, compute_dtype=compute_dtype)
+    rows = step_of([(ids_of(14, 20), 0, TABLE)], [0])
+    native = create(str(model_dir), config)
+    assert native.stats().fallbacks == {"unpacked_linear": 0}
+
+    def no_compiler(cache_dir: str | None) -> Native:
+        raise NativeUnavailableError(NO_COMPILER, "none here")
+
+    monkeypatch.setattr(pddtorch.engine, "Native", no_compiler)
+    portable = create(str(model_dir), config)
+    assert portable.stats().fallbacks == {NO_COMPILER: 1, "unpacked_linear": 0}
+    want = oracle.logits(model_dir, rows.token_ids.tolist())[-1]
+    for engine in (native, portable):
+        assert np.abs(engine.logits(rows)[0] - want).max() < (1e-4 if compute_dtype == "float32" else 4e-2 * np.abs(want).max())
 
 
 @pytest.mark.parametrize("tie", [False, True])

@@ -1,0 +1,69 @@
+"""Native kernels are built once, kept whole, and missed by name where they cannot be built."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pddkernels.native import build
+from pddkernels.native.build import NO_COMPILER, NOT_COMPILED, NativeUnavailableError
+
+load = build.load.__wrapped__  # each call anew
+
+
+def test_a_library_is_built_once_per_cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path / "not" / "there yet"
+    first = load(str(cache))
+    (library,) = cache.iterdir()
+    built = library.stat().st_mtime_ns
+    monkeypatch.setattr(build, "_build", lambda *arguments: pytest.fail("built again"))
+    assert load(str(cache)).pdd_span() == first.pdd_span()
+    assert library.stat().st_mtime_ns == built
+
+
+def test_other_sources_or_flags_are_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = shutil.which("g++") or ""
+    keys = [build._key(compiler, build._FLAGS), build._key(compiler, (*build._FLAGS, "-DOTHER"))]
+    (tmp_path / "one.cpp").write_text("")
+    monkeypatch.setattr(build, "_HERE", tmp_path)
+    keys.append(build._key(compiler, build._FLAGS))
+    assert len(set(keys)) == 3
+
+
+def test_no_compiler_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(NativeUnavailableError, match="no C\\+\\+ compiler") as caught:
+        load(None)
+    assert caught.value.reason == NO_COMPILER
+
+
+def test_a_failing_compiler_has_a_name_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "broken.cpp"
+    broken.write_text("this is no C++")
+    monkeypatch.setattr(build, "_HERE", tmp_path)
+    with pytest.raises(NativeUnavailableError, match=r"broken\.cpp") as caught:
+        load(str(tmp_path / "cache"))
+    assert caught.value.reason == NOT_COMPILED
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_file_that_is_no_library_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_key", lambda compiler, flags: "key")
+    (tmp_path / "native-key.so").write_bytes(b"")
+    with pytest.raises(NativeUnavailableError) as caught:
+        load(str(tmp_path))
+    assert caught.value.reason == NOT_COMPILED
+
+
+def test_the_library_shares_the_frameworks_threads(tmp_path: Path) -> None:
+    """Two copies of the OpenMP runtime would be two pools of threads on the same cores."""
+    code = (
+        "import sys, torch; from pddkernels.native.build import load; load(sys.argv[1]);"
+        "print(*{line.split()[-1] for line in open('/proc/self/maps') if 'gomp' in line})"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert len(done.stdout.split()) == 1
