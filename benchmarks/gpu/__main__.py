@@ -70,14 +70,22 @@ def _run(options: argparse.Namespace) -> int:
         child = Child(shared, Path(scratch), began + _RUN_S)
         machine = child.ask_machine()
         print("make gpu: " + ", ".join(f"{name} {value}" for name, value in machine.items()), flush=True)
+        path = options.json or _default_path("gpu" in machine and options.device == "cuda")
+        results: list[PartResult] = []
+
+        def done(result: PartResult) -> None:
+            """Saved each time, so that a run that is cut off leaves what it found."""
+            results.append(result)
+            print("\n".join(lines(result)), flush=True)
+            save_report(machine, {"device": options.device, "sizes": options.sizes, "seed": seed}, results, path)
+
         notes = stand_ins.provide()
-        results = [PartResult("packages", 0.0, tuple(Finding("stand-in", "measured", note) for note in notes))] if notes else []
+        if notes:
+            done(PartResult("packages", 0.0, tuple(Finding("stand-in", "measured", note) for note in notes)))
         skipped, runnable = _divide(parts, None if options.device == "cpu" else machine.get("no_gpu"))
-        for result in (*results, *skipped):
-            _tell(result)
-        results += skipped + child.run_all(runnable, min(_AT_ONCE, cores()), _tell)
-    path = options.json or _default_path("gpu" in machine and options.device == "cuda")
-    save_report(machine, {"device": options.device, "sizes": options.sizes, "seed": seed}, results, path)
+        for result in skipped:
+            done(result)
+        child.run_all(runnable, min(_AT_ONCE, cores()), done)
     counts = count(results)
     told = ", ".join(f"{counts[status]} {status}" for status in ("passed", "failed", "measured", "skipped"))
     print(f"{told}; seed {seed}, {time.monotonic() - began:.0f} s, {path}")
@@ -102,10 +110,6 @@ def _default_path(on_gpu: bool) -> Path:
     if out:
         return Path(out) / "gpu.json"
     return _MEASURED if on_gpu else _NOT_MEASURED
-
-
-def _tell(result: PartResult) -> None:
-    print("\n".join(lines(result)), flush=True)
 
 
 if __name__ == "__main__":

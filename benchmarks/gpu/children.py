@@ -16,6 +16,7 @@ from benchmarks.gpu.findings import Finding, PartResult, load_part
 from benchmarks.gpu.parts import Part
 
 _LAST_LINES = 6
+_ASK_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,10 @@ class Child:
     deadline: float
 
     def ask_machine(self) -> dict[str, str]:
-        """Raises RuntimeError when the process that asks torch ends badly."""
-        done = subprocess.run([sys.executable, "-m", "benchmarks.gpu", "--machine"], capture_output=True, text=True, check=False)
+        """Raises RuntimeError when the process that asks torch ends badly, TimeoutExpired when it does not end."""
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.gpu", "--machine"], capture_output=True, text=True, check=False, timeout=_ASK_S
+        )
         if done.returncode:
             raise RuntimeError(f"asking torch for devices ended with {done.returncode}: {_last_lines(done.stderr)}")
         facts: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
@@ -56,18 +59,14 @@ class Child:
         why = f"its process ended with {done.returncode}: {_last_lines(log.read_text())}"
         return _only(part, time.monotonic() - began, Finding("whole part", "failed", why))
 
-    def run_all(self, parts: Sequence[Part], at_once: int, tell: Callable[[PartResult], None]) -> list[PartResult]:
-        """Those that may share the device ``at_once``, then the others one by one."""
-        results = []
+    def run_all(self, parts: Sequence[Part], at_once: int, done: Callable[[PartResult], None]) -> None:
+        """Those that may share the device ``at_once``, then the others one by one; ``done`` gets each result, in this thread."""
         with ThreadPoolExecutor(at_once) as pool:
             for result in pool.map(self.run, (part for part in parts if not part.alone)):
-                tell(result)
-                results.append(result)
+                done(result)
         for part in parts:
             if part.alone:
-                results.append(self.run(part))
-                tell(results[-1])
-        return results
+                done(self.run(part))
 
 
 def _only(part: Part, seconds: float, finding: Finding) -> PartResult:

@@ -60,14 +60,18 @@ _MARKS: Final[dict[Status, str]] = {"passed": "ok", "failed": "FAILED", "measure
 
 
 def lines(result: PartResult) -> list[str]:
-    """The table's rows of one part."""
-    head = f"{result.part} ({result.seconds:.0f} s)"
-
-    def line(finding: Finding) -> str:
-        tail = f"  {finding.note}" if finding.note else ""
-        return f"  {_MARKS[finding.status]:8}{finding.what:52.52} {_numbers(finding.numbers)}{tail}"
-
-    return [head, *(line(finding) for finding in result.findings)]
+    """The table's rows of one part. Checks that passed are one row together; each by itself is in the JSON."""
+    rows = [f"{result.part} ({result.seconds:.0f} s)"]
+    passed = [finding for finding in result.findings if finding.status == "passed"]
+    if passed:
+        shares = [f.numbers["error"] / f.numbers["allowed"] for f in passed if f.numbers.keys() >= {"error", "allowed"}]
+        worst = f", the largest error {max(shares):.0%} of what is allowed" if shares else ""
+        rows.append(f"  {_MARKS['passed']:8}{len(passed)} checks{worst}")
+    for finding in result.findings:
+        if finding.status != "passed":
+            tail = f"  {finding.note}" if finding.note else ""
+            rows.append(f"  {_MARKS[finding.status]:8}{finding.what:52.52} {_numbers(finding.numbers)}{tail}")
+    return rows
 
 
 def _numbers(numbers: dict[str, float]) -> str:

@@ -20,7 +20,7 @@ from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import check_attention, check_latent, check_pages, engine_speed, exact, handoff, limits, speed, stand_ins
 from benchmarks.gpu.batches import Heads, draw, poisoned_memory
 from benchmarks.gpu.children import Child
-from benchmarks.gpu.findings import Finding, PartResult, save_report
+from benchmarks.gpu.findings import Finding, PartResult, lines, save_report
 from benchmarks.gpu.models import HANDED_OVER, config_of, make_engine, spec_of
 from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.sizes import SMALL
@@ -66,7 +66,7 @@ def test_a_failed_check_is_exit_status_1(monkeypatch: pytest.MonkeyPatch, tmp_pa
     for status in ("passed", "failed", "skipped"):
         result = PartResult("limits", 0.0, (Finding("x", status),))
         monkeypatch.setattr(Child, "ask_machine", lambda self: {"gpu": "some"})
-        monkeypatch.setattr(Child, "run_all", lambda self, parts, at_once, tell, result=result: [result])
+        monkeypatch.setattr(Child, "run_all", lambda self, parts, at_once, done, result=result: done(result))
         statuses[status] = command.main(["--json", str(tmp_path / "gpu.json")])
     assert statuses == {"passed": 0, "failed": 1, "skipped": 0}
 
@@ -97,6 +97,21 @@ def test_what_is_not_installed_skips_the_parts_that_need_it(monkeypatch: pytest.
     assert "jax engine" in {result.part for result in skipped}
     assert all("jax" in result.findings[0].note for result in skipped if result.part == "jax engine")
     assert "limits" in {part.name for part in runnable}
+
+
+def test_the_table_is_short_and_names_what_failed() -> None:
+    fine = (
+        Finding("a", "passed", numbers={"error": 1.0, "allowed": 4.0}),
+        Finding("b", "passed"),
+        Finding("speed", "measured", numbers={"ms": 2.0}),
+    )
+    shown = lines(PartResult("part", 3.2, (*fine, Finding("c", "failed", "because"))))
+    assert [" ".join(line.split()) for line in shown] == [
+        "part (3 s)",
+        "ok 2 checks, the largest error 25% of what is allowed",
+        "speed ms 2",
+        "FAILED c because",
+    ]
 
 
 def test_numbers_that_json_has_no_word_for(tmp_path: Path) -> None:
