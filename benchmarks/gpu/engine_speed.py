@@ -53,7 +53,7 @@ def run(name: EngineName, engine_device: str, device: torch.device, sizes: Sizes
     findings += [measuring.decode(streams) for streams in sizes.streams]
     findings += [measuring.finite_logits(), measuring.same_logits()]
     fallbacks = {reason: times for reason, times in engine.stats().fallbacks.items() if times}
-    unexpected = unexpected_fallbacks(name, fallbacks)
+    unexpected = unexpected_fallbacks(name, engine_device, fallbacks)
     findings.append(checked("fallbacks", f"counted {unexpected}" if unexpected else None, note=str(fallbacks or "none")))
     return findings
 

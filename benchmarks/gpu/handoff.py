@@ -62,7 +62,7 @@ def run(sender: Place, receiver: Place, sizes: Sizes, threads: int, seed: int) -
         findings += _direction(source, target, way, prompt, seed)
     for place, engine in zip((sender, receiver), engines, strict=True):
         counted = {reason: times for reason, times in engine.stats().fallbacks.items() if times}
-        unexpected = unexpected_fallbacks(place.engine, counted)
+        unexpected = unexpected_fallbacks(place.engine, place.device, counted)
         problem = f"counted {unexpected}" if unexpected else None
         findings.append(checked(f"fallbacks of {place.label}", problem, note=str(counted or "none")))
     return findings

@@ -74,13 +74,14 @@ def make_engine(name: EngineName, spec: ModelSpec, config: EngineConfig, seed: i
     return create_from(checkpoint, config)
 
 
-def unexpected_fallbacks(name: EngineName, counted: Mapping[str, int]) -> list[str]:
-    """Kernels that were not used though the device has them. JAX has none for GPUs, and says so; without Triton PyTorch has none either."""
+def unexpected_fallbacks(name: EngineName, device: str, counted: Mapping[str, int]) -> list[str]:
+    """What a GPU has kernels for and did not use them. JAX has none for GPUs, and says so; without Triton PyTorch has none either."""
     from pddkernels.torch_ops import NO_TRITON
 
+    if name != "torch" or not device.startswith("cuda"):
+        return []
     expected = {NO_TRITON} if importlib.util.find_spec("triton") is None else set()
-    portable = {reason for reason, times in counted.items() if times and reason.startswith("portable")}
-    return sorted(portable - expected) if name == "torch" else []
+    return sorted({reason for reason, times in counted.items() if times} - expected)
 
 
 def config_of(

@@ -21,7 +21,7 @@ from benchmarks.gpu import check_attention, check_latent, check_pages, engine_sp
 from benchmarks.gpu.batches import Heads, draw, poisoned_memory
 from benchmarks.gpu.children import Child
 from benchmarks.gpu.findings import Finding, PartResult, lines, save_report
-from benchmarks.gpu.models import HANDED_OVER, config_of, make_engine, spec_of
+from benchmarks.gpu.models import HANDED_OVER, config_of, make_engine, spec_of, unexpected_fallbacks
 from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.sizes import SMALL
 from pdd.conform.steps import GREEDY, decode, prefill
@@ -246,6 +246,13 @@ def test_a_path_that_is_not_the_gpus_best_fails_unless_there_is_no_triton() -> N
     assert check_attention.check_path("x", ops, gpu).status == "failed"
     without = replace(ops, fallbacks={"portable_kernels_no_triton": 1})  # type: ignore[type-var]
     assert check_attention.check_path("x", without, gpu).status == "skipped"
+
+
+def test_a_fallback_is_unexpected_only_where_the_gpu_has_kernels() -> None:
+    counted = {"portable_kernels_shape": 1, "unpacked_linear": 0}
+    assert unexpected_fallbacks("torch", "cuda:0", counted) == ["portable_kernels_shape"]
+    assert not unexpected_fallbacks("torch", "cpu", counted)
+    assert not unexpected_fallbacks("jax", "cuda", {"portable_attention_no_kernel_for_device": 1})
 
 
 def test_speeds_are_measured_against_limits() -> None:
