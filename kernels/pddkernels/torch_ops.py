@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from pddkernels.kv_pages import portable_torch as portable_pages
-from pddkernels.native.torch_native import NATIVE_DTYPES, DecodePlan, Native, fits
+from pddkernels.native.torch_native import NATIVE_DTYPES, Chunk, DecodePlan, Native, fits
 from pddkernels.ragged_paged_attention import portable_torch as portable_attention
 from pddkernels.ragged_paged_attention.options import AttentionOptions
 from pddkernels.ragged_paged_attention.triton_plan import Plan, plan
@@ -203,7 +203,8 @@ class _PortableStep:
 
 @dataclass(frozen=True)
 class NativeOps(PortableOps):
-    """The CPU's native kernels for appending and for rows with one new token; chunks, and whole-pool moves, as :class:`PortableOps`."""
+    """The CPU's native kernels for appending and for attention; whole-pool moves, and chunks that are not bfloat16 or on a processor
+    without products of it, as :class:`PortableOps`."""
 
     native: Native | None = None
 
@@ -212,20 +213,26 @@ class NativeOps(PortableOps):
         assert native is not None
         _, rows = portable_pages.new_token_rows(row_starts, context_lens, page_tables, problem.num_kv_heads, problem.page_size)
         decodes = {window: native.plan_decode(row_starts, context_lens, page_tables, window) for window in problem.windows}
-        chunks = None
-        if row_starts[-1] >= len(row_starts):
-            chunks = self._plan_attention(row_starts, context_lens, page_tables, decodes=False)
-        return _NativeStep(native, torch.from_numpy(rows), decodes, chunks)
+        chunks: tuple[Chunk, ...] = ()
+        portable_chunks = None
+        if row_starts[-1] >= len(row_starts):  # more tokens than rows
+            group = problem.num_heads // problem.num_kv_heads
+            if native.can_attend_chunks((problem.query_dtype, problem.kv_dtype), problem.head_dim, group):
+                chunks = native.plan_chunks(row_starts, context_lens, page_tables)
+            else:
+                portable_chunks = self._plan_attention(row_starts, context_lens, page_tables, decodes=False)
+        return _NativeStep(native, torch.from_numpy(rows), decodes, chunks, portable_chunks)
 
 
 @dataclass(frozen=True)
 class _NativeStep:
-    """``decodes``: by window, see :class:`StepKernels` · ``chunks``: None if no row has more than one new token."""
+    """Rows of one new token are in ``decodes``, by window; those with more in ``chunks`` or ``portable_chunks``."""
 
     native: Native
     rows: torch.Tensor
     decodes: Mapping[int | None, DecodePlan | None]
-    chunks: portable_attention.AttentionPlan | None
+    chunks: tuple[Chunk, ...]
+    portable_chunks: portable_attention.AttentionPlan | None
 
     def append(self, k_pages: torch.Tensor, v_pages: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.native.append(k_pages, v_pages, self.rows, keys, values)
@@ -241,9 +248,11 @@ class _NativeStep:
         out = torch.empty_like(queries)
         decode = self.decodes[options.window]
         if decode is not None:
-            self.native.attend(queries, k_pages, v_pages, decode, options.scale, options.soft_cap, sinks, out)
-        if self.chunks is not None:
-            portable_attention.attend_chunks(queries, k_pages, v_pages, self.chunks, options, sinks, out)
+            self.native.attend(queries, k_pages, v_pages, decode, options, sinks, out)
+        for chunk in self.chunks:
+            self.native.attend_chunk(queries, k_pages, v_pages, chunk, options, sinks, out)
+        if self.portable_chunks is not None:
+            portable_attention.attend_chunks(queries, k_pages, v_pages, self.portable_chunks, options, sinks, out)
         return out
 
 

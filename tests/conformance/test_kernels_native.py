@@ -28,6 +28,9 @@ SPAN_ROWS = (RowSpec(254, 1), RowSpec(255, 1), RowSpec(256, 1), RowSpec(700, 1),
 SPAN_BATCHES = {
     "spans": BatchSpec(SPAN_ROWS, num_kv_heads=2, group=3, dim=64, page_size=12),
     "spans and a window": BatchSpec(SPAN_ROWS, num_kv_heads=1, group=5, dim=64, page_size=16, window=257, sinks=True),
+    "chunks over spans": BatchSpec((RowSpec(200, 90), RowSpec(600, 30), RowSpec(0, 300)), num_kv_heads=3, group=3, dim=64, page_size=12),
+    "chunks and a window": BatchSpec((RowSpec(700, 90), RowSpec(0, 330)), 2, 5, 80, page_size=16, window=100, sinks=True),
+    "chunks, window and cap": BatchSpec((RowSpec(301, 90), RowSpec(40, 330)), 1, 30, 96, page_size=16, window=290, soft_cap=2.0),
     "spans and a cap": BatchSpec(SPAN_ROWS, num_kv_heads=1, group=2, dim=128, page_size=16, window=300, soft_cap=3.0),
 }
 DTYPES = (torch.float32, torch.bfloat16)

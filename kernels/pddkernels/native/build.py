@@ -1,8 +1,8 @@
-"""Compiles the kernels of this package for the processor they run on, once, and loads them. Imports no framework.
+"""Compiles kernels for the processor they run on, once, and loads them. Imports no framework.
 
-They are one shared library with a C interface. It is built by the system's compiler in about 4 s and kept in a cache directory under a name
-that says what it was built from: sources, flags, compiler, and what that compiler makes of ``-march=native``. It is linked to the OpenMP
-runtime by the name that PyTorch's own copy carries, so that both use one pool of threads: import torch first.
+Those of a folder are one shared library with a C interface. It is built by the system's compiler in about 6 s and kept in a cache directory
+under a name that says what it was built from: sources, flags, compiler, and what that compiler makes of ``-march=native``. This package's
+own is linked to the OpenMP runtime by the name that PyTorch's copy carries, so that both use one pool of threads: import torch first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Final
 _HERE: Final = Path(__file__).parent
 _COMPILERS: Final = ("g++", "c++", "clang++")
 _TIMEOUT_S: Final = 300
-_FLAGS: Final = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared")
+_FLAGS: Final = ("-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 # Compilers take 256 bits by default even where 512 are as fast per instruction.
 _X86_FLAGS: Final = ("-mprefer-vector-width=512",)
 
@@ -40,37 +40,41 @@ NOT_COMPILED: Final = "native_kernels_not_compiled"
 
 @functools.cache
 def load(cache_dir: str | None) -> ctypes.CDLL:
-    """The library, from ``cache_dir`` or built into it; None: built for this process alone. Raises NativeUnavailableError."""
+    """The library of this package. See :func:`compiled`."""
+    return compiled("native", _HERE, ("-fopenmp",), cache_dir)
+
+
+def compiled(name: str, sources: Path, flags: tuple[str, ...], cache_dir: str | None) -> ctypes.CDLL:
+    """The library of the folder ``sources``, whose files may include this package's headers, from ``cache_dir`` or built into it as
+    ``name``; None: built for this process alone. Raises NativeUnavailableError.
+    """
     found = next((path for path in map(shutil.which, _COMPILERS) if path is not None), None)
     if found is None:
         raise NativeUnavailableError(NO_COMPILER, f"no C++ compiler on the path, tried {', '.join(_COMPILERS)}")
-    flags = (*_FLAGS, *(_X86_FLAGS if platform.machine() in ("x86_64", "AMD64") else ()))
+    flags = (*_FLAGS, *(_X86_FLAGS if platform.machine() in ("x86_64", "AMD64") else ()), *flags)
     if cache_dir is None:
         with tempfile.TemporaryDirectory(prefix="pdd-native-") as directory:
-            return _load(_build(found, flags, Path(directory) / "native.so"))
-    library = Path(cache_dir) / f"native-{_key(found, flags)}.so"
-    return _load(library if library.exists() else _build(found, flags, library))
+            return _load(_build(found, flags, sources, Path(directory) / f"{name}.so"))
+    library = Path(cache_dir) / f"{name}-{_key(found, flags, sources)}.so"
+    return _load(library if library.exists() else _build(found, flags, sources, library))
 
 
-def _key(compiler: str, flags: tuple[str, ...]) -> str:
+def _key(compiler: str, flags: tuple[str, ...], sources: Path) -> str:
     """What the library depends on. The macros that a compiler predefines name its version and all that ``-march=native`` stands for."""
     macros = _run([compiler, *flags, "-dM", "-E", "-x", "c++", os.devnull]).stdout
     digest = hashlib.sha256()
-    for part in (
-        " ".join(flags).encode(),
-        macros.encode(),
-        *(path.read_bytes() for path in sorted(_HERE.iterdir()) if path.suffix in (".h", ".cpp")),
-    ):
+    files = sorted({*sources.glob("*.cpp"), *sources.glob("*.h"), *_HERE.glob("*.h")})
+    for part in (" ".join(flags).encode(), macros.encode(), *(path.read_bytes() for path in files)):
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()[:24]
 
 
-def _build(compiler: str, flags: tuple[str, ...], library: Path) -> Path:
+def _build(compiler: str, flags: tuple[str, ...], sources: Path, library: Path) -> Path:
     """Whole or not at all: several workers may build at once, and the last one's rename wins over an equal file."""
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent, prefix="native-") as directory:
         made = Path(directory) / "made.so"
-        _run([compiler, *flags, *(str(path) for path in sorted(_HERE.glob("*.cpp"))), "-o", str(made)])
+        _run([compiler, *flags, f"-I{_HERE}", *(str(path) for path in sorted(sources.glob("*.cpp"))), "-o", str(made)])
         made.replace(library)
     return library
 

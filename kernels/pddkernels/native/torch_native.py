@@ -12,12 +12,17 @@ import torch
 import torch.nn.functional as F
 
 from pddkernels.native.build import load
+from pddkernels.ragged_paged_attention.options import AttentionOptions
 
 # As in numbers.h.
 _FORMATS: Final[Mapping[torch.dtype, int]] = {torch.float32: 0, torch.bfloat16: 1}
 NATIVE_DTYPES: Final = frozenset(_FORMATS)
 _MAX_HEAD_DIM: Final = 512
 _MAX_GROUP_VALUES: Final = 1 << 14
+# As in chunk_attention.cpp.
+_MAX_CHUNK_HEAD_DIM: Final = 256
+_MAX_CHUNK_GROUP: Final = 64
+_NO_WINDOW: Final = 1 << 40
 _ArgType = type[ctypes.c_void_p] | type[ctypes.c_long] | type[ctypes.c_int] | type[ctypes.c_float]
 _POINTER: Final[_ArgType] = ctypes.c_void_p
 _LONG: Final[_ArgType] = ctypes.c_long
@@ -34,6 +39,16 @@ class DecodePlan:
     spans: np.ndarray
     row_spans: np.ndarray
     tables: np.ndarray
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A row with several new tokens: tokens [start, stop) of the batch, after ``context_len`` in its KV. ``table`` [P] i32."""
+
+    start: int
+    stop: int
+    context_len: int
+    table: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -60,10 +75,15 @@ class Native:
             *(_INT, _INT, *[_POINTER] * 4, _LONG, _POINTER, _POINTER, _LONG, _LONG),
             *(_POINTER, _FLOAT, _FLOAT, _POINTER, _POINTER, *[_LONG] * 4),
         )
-        self._linear = _function(library.pdd_linear, _INT, *[_POINTER] * 4, *[_LONG] * 3)
         library.pdd_span.restype = library.pdd_linear_block.restype = _LONG
         self._span = int(library.pdd_span())
         self._block = int(library.pdd_linear_block())
+        if self._block:
+            self._linear = _function(library.pdd_linear, _INT, *[_POINTER] * 4, *[_LONG] * 3)
+            self._attend_chunk = _function(
+                library.pdd_attend_chunk,
+                *(*[_POINTER] * 4, *[_LONG] * 3, _POINTER, _FLOAT, _FLOAT, *[_POINTER] * 3, *[_LONG] * 4),
+            )
 
     def add_norm(
         self,
@@ -146,8 +166,7 @@ class Native:
         k_pages: torch.Tensor,
         v_pages: torch.Tensor,
         plan: DecodePlan,
-        scale: float,
-        soft_cap: float | None,
+        options: AttentionOptions,
         sinks: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
@@ -161,7 +180,52 @@ class Native:
         self._attend(
             *(_FORMATS[queries.dtype], _FORMATS[k_pages.dtype], *_pointers(queries, k_pages, v_pages)),
             *(plan.tables.ctypes.data, plan.tables.shape[1], plan.spans.ctypes.data, plan.row_spans.ctypes.data),
-            *(len(plan.spans), len(plan.row_spans) - 1, *_pointers(sinks), scale, soft_cap or 0.0, scratch.data_ptr(), out.data_ptr()),
+            *(
+                len(plan.spans),
+                len(plan.row_spans) - 1,
+                *_pointers(sinks),
+                options.scale,
+                options.soft_cap or 0.0,
+                scratch.data_ptr(),
+                out.data_ptr(),
+            ),
+            *(kv_heads, heads // kv_heads, page_size, dim),
+        )
+
+    def can_attend_chunks(self, dtypes: tuple[torch.dtype, ...], head_dim: int, group: int) -> bool:
+        """Whether :func:`attend_chunk` serves queries and pages of these dtypes, ``group`` query heads per KV head."""
+        in_bounds = head_dim % 2 == 0 and head_dim <= _MAX_CHUNK_HEAD_DIM and group <= _MAX_CHUNK_GROUP
+        return self._block > 0 and in_bounds and all(dtype == torch.bfloat16 for dtype in dtypes)
+
+    def plan_chunks(self, row_starts: np.ndarray, context_lens: np.ndarray, page_tables: np.ndarray) -> tuple[Chunk, ...]:
+        """Of the rows with several new tokens. Arrays as in the engine contract."""
+        tables = np.ascontiguousarray(page_tables, np.int32)
+        rows = np.flatnonzero(np.diff(row_starts) > 1)
+        return tuple(Chunk(int(row_starts[row]), int(row_starts[row + 1]), int(context_lens[row]), tables[row]) for row in rows)
+
+    def attend_chunk(
+        self,
+        queries: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        chunk: Chunk,
+        options: AttentionOptions,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None:
+        """As :func:`attend`, for a row with several new tokens, all bfloat16: float32 scores and sums, weights rounded to bfloat16."""
+        _, kv_heads, page_size, dim = k_pages.shape
+        heads, block = queries.shape[1], self._block
+        window = _NO_WINDOW if options.window is None else options.window
+        num_new = chunk.stop - chunk.start
+        num_keys = chunk.context_len + num_new - max(0, chunk.context_len - window + 1)
+        padded_keys, padded_dim = -(-num_keys // block) * block, -(-dim // block) * block
+        k_packed = torch.empty(kv_heads * padded_keys * dim, dtype=torch.bfloat16)
+        v_packed = torch.empty(kv_heads * padded_keys * padded_dim, dtype=torch.bfloat16)
+        self._attend_chunk(
+            *(*_pointers(queries[chunk.start : chunk.stop], k_pages, v_pages), chunk.table.ctypes.data),
+            *(num_new, chunk.context_len, window, *_pointers(sinks), options.scale, options.soft_cap or 0.0),
+            *_pointers(k_packed, v_packed, out[chunk.start : chunk.stop]),
             *(kv_heads, heads // kv_heads, page_size, dim),
         )
 

@@ -25,13 +25,14 @@ def test_a_library_is_built_once_per_cache_directory(tmp_path: Path, monkeypatch
     assert library.stat().st_mtime_ns == built
 
 
-def test_other_sources_or_flags_are_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_sources_headers_or_flags_are_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = shutil.which("g++") or ""
-    keys = [build._key(compiler, build._FLAGS), build._key(compiler, (*build._FLAGS, "-DOTHER"))]
+    keys = [build._key(compiler, build._FLAGS, tmp_path), build._key(compiler, (*build._FLAGS, "-DOTHER"), tmp_path)]
     (tmp_path / "one.cpp").write_text("")
-    monkeypatch.setattr(build, "_HERE", tmp_path)
-    keys.append(build._key(compiler, build._FLAGS))
-    assert len(set(keys)) == 3
+    keys.append(build._key(compiler, build._FLAGS, tmp_path))
+    monkeypatch.setattr(build, "_HERE", tmp_path)  # the headers that all sources may include
+    keys.append(build._key(compiler, build._FLAGS, tmp_path))
+    assert len(set(keys)) == 4
 
 
 def test_no_compiler_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +53,7 @@ def test_a_failing_compiler_has_a_name_and_leaves_nothing(tmp_path: Path, monkey
 
 
 def test_a_file_that_is_no_library_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "_key", lambda compiler, flags: "key")
+    monkeypatch.setattr(build, "_key", lambda compiler, flags, sources: "key")
     (tmp_path / "native-key.so").write_bytes(b"")
     with pytest.raises(NativeUnavailableError) as caught:
         load(str(tmp_path))
