@@ -6,14 +6,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pddbridge.engine import EngineConfig, Step
+from pddbridge.engine import MAX_SCORED_TOKENS, EngineConfig, Step
+from pddbridge.scoring import score_offsets
 from pddjax.buckets import Buckets, pick
 from pddkernels.jax_ops import JaxOps
 
 
 class DecodeBatch(NamedTuple):
     """One new token per row, R rows padded to a bucket: ``token_ids``, ``context_lens``, ``num_new`` (1, padding 0), ``slots`` [R] i32 ·
-    ``page_tables`` [R, P] i32 · ``sample_columns`` [max_rows] i32, which of the R hidden states choose a token.
+    ``page_tables`` [R, P] i32 · ``sample_columns`` [max_rows + MAX_SCORED_TOKENS] i32, which of the R hidden states choose a
+    token and, from ``max_rows`` on, which are scored.
     """
 
     token_ids: np.ndarray
@@ -26,7 +28,8 @@ class DecodeBatch(NamedTuple):
 
 class RaggedBatch(NamedTuple):
     """Any step, T tokens padded to a bucket: ``token_ids``, ``positions``, ``slots`` [T] i32 · ``page_tables`` [max_rows, P] i32 ·
-    ``plan`` of :meth:`pddkernels.jax_ops.JaxOps.plan` · ``sample_columns`` [max_rows] i32, which of the T hidden states choose a token.
+    ``plan`` of :meth:`pddkernels.jax_ops.JaxOps.plan` · ``sample_columns`` as of a decode batch, of the T hidden
+    states.
     """
 
     token_ids: np.ndarray
@@ -40,6 +43,11 @@ class RaggedBatch(NamedTuple):
 def pages_per_row(config: EngineConfig) -> int:
     """P of every compiled page table: attention loops over the pages in use, so one width serves all."""
     return -(-config.max_context_tokens // config.page_size)
+
+
+def num_columns(config: EngineConfig) -> int:
+    """Hidden states that a step hands to its heads."""
+    return config.max_rows + MAX_SCORED_TOKENS
 
 
 def slots_of(page_table: np.ndarray, positions: np.ndarray, page_size: int) -> np.ndarray:
@@ -63,7 +71,7 @@ def empty_decode(config: EngineConfig, num_rows: int) -> DecodeBatch:
     """A batch of nothing but padding: it writes no page."""
     zeros = np.zeros(num_rows, np.int32)
     tables = np.zeros((num_rows, pages_per_row(config)), np.int32)
-    return DecodeBatch(zeros, zeros, zeros, padding_slots(config, num_rows), tables, np.zeros(config.max_rows, np.int32))
+    return DecodeBatch(zeros, zeros, zeros, padding_slots(config, num_rows), tables, np.zeros(num_columns(config), np.int32))
 
 
 def empty_ragged(config: EngineConfig, num_tokens: int, ops: JaxOps) -> RaggedBatch:
@@ -78,7 +86,7 @@ def empty_ragged(config: EngineConfig, num_tokens: int, ops: JaxOps) -> RaggedBa
         padding_slots(config, num_tokens),
         tables,
         plan,
-        np.zeros(config.max_rows, np.int32),
+        np.zeros(num_columns(config), np.int32),
     )
 
 
@@ -129,7 +137,8 @@ def _tables(step: Step, config: EngineConfig, num_rows: int) -> np.ndarray:
 
 def _sample_columns(step: Step, config: EngineConfig) -> np.ndarray:
     last = step.row_starts[1:] - 1
-    return _padded(np.array([last[sample.row] for sample in step.samples], np.int32), config.max_rows)
+    samples = _padded(np.array([last[sample.row] for sample in step.samples], np.int32), config.max_rows)
+    return np.concatenate((samples, _padded(score_offsets(step.row_starts, step.scores), MAX_SCORED_TOKENS)))
 
 
 def _padded(values: np.ndarray, size: int) -> np.ndarray:

@@ -11,17 +11,30 @@ import numpy as np
 
 from pddbridge.checkpoint import open_checkpoint
 from pddbridge.checkpoint_source import ModelTensors
-from pddbridge.engine import EngineConfig, EngineStats, KVBlock, PendingKV, ReadyKV, SampleRow, Step, StepResult
+from pddbridge.engine import (
+    MAX_SCORED_TOKENS,
+    EngineConfig,
+    EngineStats,
+    KVBlock,
+    PendingKV,
+    ReadyKV,
+    SampleRow,
+    ScoreRow,
+    Step,
+    StepResult,
+)
 from pddbridge.engine_checks import check_block, check_config, check_page, check_page_range, check_step
 from pddbridge.kv_layout import KVLayout, interleaved_heads
 from pddbridge.kv_spec import KVSpec, TokenRange
 from pddbridge.model_spec import ModelSpec
 from pddbridge.sampling import greedy_suffices, sample
 from pddbridge.sampling_params import TokenRecord
+from pddbridge.scoring import next_ids, score_records
 from pddjax.batch import DecodeBatch, RaggedBatch, empty_decode, empty_ragged, pack, pages_per_row
 from pddjax.buckets import Buckets, pick
 from pddjax.kv import KVPool, Placement
 from pddjax.programs import ModelFunctions, Programs
+from pddjax.score import scores_of
 from pddjax.sharded import ShardedFunctions, split_over
 from pddjax.sharding import TensorParallel
 from pddjax.threads import pool_size
@@ -118,6 +131,7 @@ class JaxEngine:
         decode = [(f"decode of {n} rows", partial(self._forward, empty_decode(self._config, n))) for n in self._buckets.rows]
         heads = [(f"logits of {n} rows", partial(self._warm_up_head, n)) for n in self._buckets.rows]
         work: list[tuple[str, Callable[[], object]]] = [*reversed(ragged), *reversed(decode), *reversed(heads)]
+        work.append(("scores", self._warm_up_scores))
         work.append(("KV read, write and copy", self._pool.warm_up))
         for done, (what, run) in enumerate(work, 1):
             jax.block_until_ready(run())
@@ -125,9 +139,10 @@ class JaxEngine:
 
     def step(self, step: Step) -> StepResult:
         """See :meth:`pddbridge.engine.Engine.step`. Plain greedy rows are chosen on the device, the others by the shared sampler."""
-        outcome = self._run(step)
+        hidden, outcome = self._run(step)
+        scores = self._scores(hidden, step.scores)
         if outcome is None:
-            return StepResult(())
+            return StepResult((), scores)
         logits, highest, ids = outcome
         greedy = [greedy_suffices(row.params, row.position) and bool(np.isfinite(highest[i])) for i, row in enumerate(step.samples)]
         host_logits = None if all(greedy) else np.asarray(logits)
@@ -138,11 +153,11 @@ class JaxEngine:
             else:
                 assert host_logits is not None
                 records.append(_sample(host_logits[:, i], row))
-        return StepResult(tuple(records))
+        return StepResult(tuple(records), scores)
 
     def logits(self, step: Step) -> np.ndarray:
         """See :meth:`pddbridge.engine.Engine.logits`."""
-        outcome = self._run(step)
+        _, outcome = self._run(step)
         if outcome is None:
             return np.zeros((0, self._spec.vocab_size), np.float32)
         return np.ascontiguousarray(np.asarray(outcome[0])[:, : len(step.samples)].T)
@@ -175,16 +190,38 @@ class JaxEngine:
         """Compilations are exact: see :class:`pddjax.programs.Programs`."""
         return EngineStats(self._programs.compilations, self._num_steps, dict(self._fallbacks))
 
-    def _run(self, step: Step) -> tuple[jax.Array, np.ndarray, np.ndarray] | None:
-        """Run a step: (logits on the device [vocab, S], their maxima [S], the ids that have them [S]), or None if no row samples."""
+    def _run(self, step: Step) -> tuple[jax.Array, tuple[jax.Array, np.ndarray, np.ndarray] | None]:
+        """Run a step: its hidden states, and (logits on the device [vocab, S], their maxima [S], the ids that have them [S]), None if no
+        row samples.
+        """
         check_step(step, self._config, self._spec.vocab_size)
         hidden = self._forward(pack(step, self._config, self._buckets, self._ops))
         self._num_steps += 1
         if not step.samples:
-            jax.block_until_ready(hidden)
-            return None
+            return jax.block_until_ready(hidden), None
         logits, highest, ids = self._head(hidden, pick(self._buckets.rows, len(step.samples)))
-        return logits, np.asarray(highest), np.asarray(ids)
+        return hidden, (logits, np.asarray(highest), np.asarray(ids))
+
+    def _scores(self, hidden: jax.Array, rows: tuple[ScoreRow, ...]) -> tuple[tuple[TokenRecord, ...], ...]:
+        if not rows:
+            return ()
+        follows = next_ids(rows)
+        found = self._score(hidden, np.pad(follows, (0, MAX_SCORED_TOKENS - len(follows))))
+        chosen, top, ids = (np.asarray(values)[: len(follows)] for values in found)
+        return score_records(rows, chosen, top, ids)
+
+    def _score(self, hidden: jax.Array, follows: np.ndarray) -> tuple[jax.Array, jax.Array, jax.Array]:
+        first = self._config.max_rows
+
+        def score(leaves: tuple[jax.Array, ...], hidden: jax.Array, follows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            logits, highest, _ = self._functions.head(leaves, hidden[:, first:], MAX_SCORED_TOKENS)
+            return scores_of(logits, highest, follows)
+
+        arguments = (self._functions.leaves, hidden, follows)
+        return self._programs.get("score", MAX_SCORED_TOKENS, score, None, arguments)(*arguments)
+
+    def _warm_up_scores(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return self._score(self._forward(empty_decode(self._config, 1)), np.zeros(MAX_SCORED_TOKENS, np.int32))
 
     def _forward(self, batch: DecodeBatch | RaggedBatch) -> jax.Array:
         arguments = (self._functions.leaves, self._pool.pages, batch)

@@ -8,13 +8,14 @@ import numpy as np
 import torch
 
 from pddbridge.engine import Step
+from pddbridge.scoring import score_offsets
 from pddkernels.torch_ops import StepKernels, TorchOps
 
 
 @dataclass(frozen=True)
 class Batch:
-    """``token_ids``, ``positions`` [T] i64 · ``kernels``: where KV goes and who attends to what · ``sample_tokens`` [S] i64: the last new
-    token of each sampling row.
+    """``token_ids``, ``positions`` [T] i64 · ``kernels``: where KV goes and who attends to what · ``sample_tokens`` [S] i64: whose logits
+    are wanted: the last new token of each sampling row, then the scored tokens.
     """
 
     token_ids: torch.Tensor
@@ -25,7 +26,8 @@ class Batch:
 
 def make_batch(step: Step, ops: TorchOps, device: torch.device) -> Batch:
     """``step`` must have passed :func:`pddbridge.engine_checks.check_step`."""
-    sample_tokens = np.array([step.row_starts[sample.row + 1] - 1 for sample in step.samples], np.int64)
+    last = np.array([step.row_starts[sample.row + 1] - 1 for sample in step.samples], np.int64)
+    sample_tokens = np.concatenate((last, score_offsets(step.row_starts, step.scores)))
     token_ids, positions, samples = (
         torch.from_numpy(array).to(device) for array in (step.token_ids.astype(np.int64), _positions(step), sample_tokens)
     )

@@ -32,6 +32,7 @@ from pddtorch.batch import make_batch
 from pddtorch.kv import KVPool
 from pddtorch.model import LlamaModel
 from pddtorch.pointwise import NativePointwise, TorchPointwise
+from pddtorch.score import score
 from pddtorch.warm_up import warm_up_shapes
 from pddtorch.weights import load_weights
 
@@ -112,13 +113,16 @@ class TorchEngine:
         check_step(step, self._config, self._spec.vocab_size)
         logits = self._logits(step)
         self._num_steps += 1
-        return StepResult(() if logits is None else self._choose(logits, step.samples))
+        if logits is None:
+            return StepResult(())
+        num_samples = len(step.samples)
+        return StepResult(self._choose(logits[:num_samples], step.samples), score(logits[num_samples:], step.scores))
 
     def logits(self, step: Step) -> np.ndarray:
         check_step(step, self._config, self._spec.vocab_size)
         logits = self._logits(step)
         self._num_steps += 1
-        return np.empty((0, self._spec.vocab_size), np.float32) if logits is None else logits.cpu().numpy()
+        return np.empty((0, self._spec.vocab_size), np.float32) if logits is None else logits[: len(step.samples)].cpu().numpy()
 
     @torch.inference_mode()
     def read_kv(self, page_table: np.ndarray, tokens: TokenRange) -> tuple[KVBlock, ...]:

@@ -55,6 +55,24 @@ class SampleRow:
     log_ids: np.ndarray
 
 
+# Scored tokens of one step: each needs logits over the whole vocabulary.
+MAX_SCORED_TOKENS = 64
+# The most likely tokens beside each scored one.
+MAX_SCORE_LOGPROBS = 20
+
+
+@dataclass(frozen=True)
+class ScoreRow:
+    """The log-probabilities of what follows the first new tokens of row ``row``: its new token i is followed by ``next_ids[i]``.
+
+    ``next_ids`` [1 to the row's new tokens] i32 · ``num_logprobs``: how many of the most likely tokens to report as well.
+    """
+
+    row: int
+    next_ids: np.ndarray
+    num_logprobs: int
+
+
 @dataclass(frozen=True)
 class Step:
     """One ragged batch of R rows and T new tokens.
@@ -62,7 +80,8 @@ class Step:
     ``token_ids`` [T] i32, rows back to back · ``row_starts`` [R+1] i32 · ``context_lens`` [R] i32, tokens already in KV, so new
     token i of row r stands at position ``context_lens[r] + i`` and attends to itself and everything before ·
     ``page_tables`` [R, P] i32, token position t of row r lives in page ``page_tables[r, t // page_size]``, slot ``t % page_size``;
-    entries past what the row needs are 0 and never read or written · ``samples``: rows whose last new token's logits choose a token.
+    entries past what the row needs are 0 and never read or written · ``samples``: rows whose last new token's logits choose a token ·
+    ``scores``: rows whose given tokens are scored, up to ``MAX_SCORED_TOKENS`` of them in all.
 
     Slots past ``context_lens[r] + new`` may hold anything (NaN included) and must not influence a result. Rows may share pages before their
     ``context_lens``; pages that are written belong to one row.
@@ -73,13 +92,15 @@ class Step:
     context_lens: np.ndarray
     page_tables: np.ndarray
     samples: tuple[SampleRow, ...]
+    scores: tuple[ScoreRow, ...] = ()
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One record per entry of ``Step.samples``, in its order."""
+    """One record per entry of ``Step.samples``, in its order; and per entry of ``Step.scores`` a record of each of its ``next_ids``."""
 
     records: tuple[TokenRecord, ...]
+    scores: tuple[tuple[TokenRecord, ...], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pddbridge.engine import EngineConfig, KVBlock, Step
+from pddbridge.engine import MAX_SCORE_LOGPROBS, MAX_SCORED_TOKENS, EngineConfig, KVBlock, Step
 from pddbridge.kv_spec import KVSpec, TokenRange
 from pddbridge.model_spec import ModelSpec
 
@@ -61,6 +61,7 @@ def check_step(step: Step, config: EngineConfig, vocab_size: int) -> None:
         _check_pages(f"page_tables[{row}]", step.page_tables[row], int(lens[row]), config)
     _check_written_once(step, lens, config)
     _check_samples(step, num_rows, vocab_size)
+    _check_scores(step, new, vocab_size)
 
 
 def check_token_ids(name: str, ids: np.ndarray, vocab_size: int) -> None:
@@ -130,6 +131,21 @@ def _check_samples(step: Step, num_rows: int, vocab_size: int) -> None:
             )
         check_token_ids(f"samples: prompt_ids of row {sample.row}", sample.prompt_ids, vocab_size)
         check_token_ids(f"samples: log_ids of row {sample.row}", sample.log_ids, vocab_size)
+
+
+def _check_scores(step: Step, new: np.ndarray, vocab_size: int) -> None:
+    rows = [score.row for score in step.scores]
+    if any(not 0 <= row < len(new) for row in rows) or len(set(rows)) != len(rows):
+        raise ValueError(f"scores: given rows {rows}, allowed different ones from 0 to {len(new) - 1}")
+    for score in step.scores:
+        _check_i32(f"scores: next_ids of row {score.row}", score.next_ids, 1)
+        if not 1 <= len(score.next_ids) <= new[score.row]:
+            raise ValueError(f"scores: row {score.row} has {len(score.next_ids)} next_ids, allowed 1 to its {new[score.row]} new tokens")
+        check_token_ids(f"scores: next_ids of row {score.row}", score.next_ids, vocab_size)
+        if not 0 <= score.num_logprobs <= MAX_SCORE_LOGPROBS:
+            raise ValueError(f"scores: num_logprobs of row {score.row}: given {score.num_logprobs}, allowed 0 to {MAX_SCORE_LOGPROBS}")
+    if (num_scored := sum(len(score.next_ids) for score in step.scores)) > MAX_SCORED_TOKENS:
+        raise ValueError(f"scores: given {num_scored} tokens, allowed up to {MAX_SCORED_TOKENS} in a step")
 
 
 def _check_i32(name: str, array: np.ndarray, ndim: int) -> None:

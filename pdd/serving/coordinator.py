@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, replace
 
 from pdd.config import LaunchConfig
 from pdd.errors import Code, PddError
@@ -13,12 +13,14 @@ from pdd.serving.acceptor import Acceptor
 from pdd.serving.link_estimate import LinkEstimate
 from pdd.serving.link_metrics import LinkCollector
 from pdd.serving.metrics import Metrics
+from pdd.serving.prompt_scores import score_prompt
 from pdd.serving.request import Delta, GenerationRequest, Override
 from pdd.serving.run_request import RequestRun, RunContext
 from pdd.serving.shared_prompts import SharedPrompts
 from pdd.serving.text.model import TextModel
 from pdd.serving.timeline import TimelineRecorder
 from pdd.serving.worker_pool import WorkerPool
+from pddbridge.sampling_params import TokenRecord
 
 # How long closing a generation waits for its task, which bounds its own waits below this.
 CANCEL_TIMEOUT_S = 3.0
@@ -109,9 +111,16 @@ class Coordinator:
         outcome = "cancelled"
         self.metrics.prompt_tokens.inc(len(request.prompt_ids))
         try:
-            acceptor = Acceptor(request, self._text_model)
-            await RequestRun(request, self._context, acceptor, timeline, deltas.put_nowait).run()
-            outcome = acceptor.finish_reason or "stop"
+            emit: Callable[[Delta], None] = deltas.put_nowait
+            if request.prompt_logprobs is not None:
+                emit = _WithPrompt(await score_prompt(request, self._pool), emit)
+            if request.prompt_only:
+                emit(Delta((), "", 0, "main", "length", timeline.build()))
+                outcome = "length"
+            else:
+                acceptor = Acceptor(request, self._text_model)
+                await RequestRun(request, self._context, acceptor, timeline, emit).run()
+                outcome = acceptor.finish_reason or "stop"
         except PddError as error:
             outcome = error.code.name.lower()
             _log.warning("request %s ended with %s: %s", request.request_id, error.code.name, error)
@@ -152,6 +161,18 @@ class Coordinator:
             raise PddError(Code.INVALID_ARGUMENT, "text: no text model is loaded, only token ids are served", "want_text")
         if request.stop_strings and not request.want_text:
             raise PddError(Code.INVALID_ARGUMENT, "stop: no text is made of a request for tokens only", "stop")
+
+
+class _WithPrompt:
+    """Emits, with the prompt's records in the first delta."""
+
+    def __init__(self, records: tuple[TokenRecord, ...], emit: Callable[[Delta], None]) -> None:
+        self._records: tuple[TokenRecord, ...] | None = records
+        self._emit = emit
+
+    def __call__(self, delta: Delta) -> None:
+        records, self._records = self._records, None
+        self._emit(delta if records is None else replace(delta, prompt_records=records))
 
 
 def check_prompt(prompt_ids: tuple[int, ...], limits: Limits) -> None:

@@ -62,6 +62,7 @@ class Attach:
     push_to: tuple[worker_pb2.PushTarget, ...] = ()
     log_ids: Sequence[int] = ()
     max_propose_tokens: int | None = None
+    prompt_logprobs: int | None = None
 
 
 class Holders:
@@ -93,6 +94,7 @@ class Holders:
                 log_ids=attach.log_ids,
                 timeout_s=remaining_s,
                 max_propose_tokens=attach.max_propose_tokens,
+                prompt_logprobs=attach.prompt_logprobs,
             )
         )
         self._num_opened += 1

@@ -26,6 +26,7 @@ class GenerationRequest:
     """One generation. ``request_id`` is internal and made once; a client's own id is only echoed by its front door.
 
     ``tenant`` is the prefix-cache namespace (tenant and cache salt). ``want_text`` False: token-out, ``stop_strings`` is empty.
+    ``prompt_logprobs``: score the prompt's tokens, with so many of the most likely beside each. ``prompt_only``: generate nothing.
     """
 
     request_id: str
@@ -36,6 +37,8 @@ class GenerationRequest:
     want_text: bool
     timeout_s: float
     override: Override
+    prompt_logprobs: int | None = None
+    prompt_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,8 @@ class Delta:
     """Newly accepted tokens (usually one) and the text they release, which may be empty while a stop string or a character is incomplete.
 
     ``text_offset`` counts characters of text emitted before. The last delta of a request has ``finish_reason`` and ``timeline``;
-    text held back until then is in it. Tokens after a stop-string match are neither counted nor streamed.
+    text held back until then is in it. The first has ``prompt_records`` where they were asked for: one per prompt token, whose first has
+    no log-probability. Tokens after a stop-string match are neither counted nor streamed.
     """
 
     records: tuple[TokenRecord, ...]
@@ -78,3 +82,4 @@ class Delta:
     origin: Origin
     finish_reason: FinishReason | None = None
     timeline: Timeline | None = None
+    prompt_records: tuple[TokenRecord, ...] | None = None

@@ -61,6 +61,14 @@ class Proposed:
 
 
 @dataclass(frozen=True)
+class PromptScored:
+    """Log-probabilities of prompt tokens from ``position`` on."""
+
+    position: int
+    records: tuple[TokenRecord, ...]
+
+
+@dataclass(frozen=True)
 class Ingested:
     length: int
 
@@ -84,7 +92,7 @@ class SharedAtMain:
     """Not a worker's word: another request has brought this prompt's KV to main, or will not, so main is to be opened now."""
 
 
-Event = SharedAtMain | Reserved | Prefilled | KvComplete | Pushed | PushFailed | Proposed | Ingested | Sealed | Failed
+Event = SharedAtMain | Reserved | Prefilled | KvComplete | Pushed | PushFailed | Proposed | PromptScored | Ingested | Sealed | Failed
 
 
 def code_from_name(name: str) -> Code:
@@ -108,6 +116,9 @@ def event_from_proto(message: worker_pb2.WorkerEvent, vocab_size: int) -> Event:
         case "tokens":
             records = tuple(record_from_proto(record, vocab_size) for record in message.tokens.records)
             return Proposed(message.tokens.position, records)
+        case "prompt_scores":
+            scored = tuple(record_from_proto(record, vocab_size) for record in message.prompt_scores.records)
+            return PromptScored(message.prompt_scores.position, scored)
         case "ingested":
             return Ingested(message.ingested.length)
         case "sealed":

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pdd.worker.request import RequestState
-from pddbridge.engine import SampleRow, Step
+from pddbridge.engine import SampleRow, ScoreRow, Step
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,10 @@ class BatchRow:
     request: RequestState
     num_tokens: int
     samples: bool
+
+    @property
+    def scores(self) -> bool:
+        return self.request.scores_pending
 
 
 def build_step(rows: Sequence[BatchRow], page_size: int) -> Step:
@@ -39,6 +43,7 @@ def build_step(rows: Sequence[BatchRow], page_size: int) -> Step:
         context_lens=np.array([row.request.kv_len for row in rows], dtype=np.int32),
         page_tables=page_tables,
         samples=tuple(_sample_row(r, row.request) for r, row in enumerate(rows) if row.samples),
+        scores=tuple(_score_row(r, row) for r, row in enumerate(rows) if row.scores),
     )
 
 
@@ -46,3 +51,11 @@ def _sample_row(row: int, request: RequestState) -> SampleRow:
     prompt = request.tokens.view(0, request.prompt_len)
     log = request.tokens.view(request.prompt_len, len(request.tokens))
     return SampleRow(row, request.log_len, request.params, prompt, log)
+
+
+def _score_row(number: int, row: BatchRow) -> ScoreRow:
+    """The prompt tokens that follow the new ones; what follows the prompt is not known yet."""
+    request = row.request
+    assert request.prompt_logprobs is not None
+    follows = request.tokens.view(request.kv_len + 1, min(request.kv_len + row.num_tokens + 1, request.prompt_len))
+    return ScoreRow(number, follows, request.prompt_logprobs)

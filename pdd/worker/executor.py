@@ -23,7 +23,7 @@ from pdd.worker.push_reads import PushReads
 from pdd.worker.request import IngestError, Phase, RequestState
 from pdd.worker.scheduler import RowDemand, StepBudget, plan_step
 from pdd.worker.token_sequence import TokenSequence
-from pddbridge.engine import Engine, StepResult
+from pddbridge.engine import MAX_SCORED_TOKENS, Engine, StepResult
 from pddbridge.kv_spec import TokenRange
 
 logger = logging.getLogger(__name__)
@@ -156,6 +156,7 @@ class Executor:
             order=self._num_opened,
             deadline=command.deadline,
             push=self._push_feed(command),
+            prompt_logprobs=command.prompt_logprobs,
         )
         self._requests[request.request_id] = request
         self._service.arrive(request.tenant)
@@ -269,10 +270,12 @@ class Executor:
         self._emit(request.request_id, event)
 
     def _apply(self, rows: list[BatchRow], result: StepResult) -> None:
-        records = iter(result.records)
+        records, scores = iter(result.records), iter(result.scores)
         self._count_waiting(rows)
         for row in rows:
             request, before = row.request, row.request.kv_len
+            if row.scores:
+                self._emit(request.request_id, m.PromptScores(before + 1, next(scores)))
             request.kv_len += row.num_tokens
             request.last_step = self._counters.steps
             self._service.serve(request.tenant, row.num_tokens, int(row.samples))
@@ -314,11 +317,9 @@ class Executor:
         """Rows that have pages for their new tokens. Who gets none stands still in this step, and its place goes to another."""
         stalled: set[str] = set()
         while True:
-            demands = [
-                RowDemand(r.request_id, r.order, r.num_pending, r.decode, r.last_step, r.chunks_waited, self._service.of(r.tenant))
-                for r in self._requests.values()
-                if r.phase is Phase.ACTIVE and r.num_pending and r.request_id not in stalled
-            ]
+            able = [r for r in self._requests.values() if r.phase is Phase.ACTIVE and r.num_pending and r.request_id not in stalled]
+            scored = [r for r in able if r.scores_pending]
+            demands = [self._demand(r) for r in able if r not in scored[1:]]
             if not demands:
                 return []
             rows = [BatchRow(self._requests[p.request_id], p.num_tokens, p.samples) for p in plan_step(demands, self._budget).rows]
@@ -326,6 +327,12 @@ class Executor:
             # The growth of a later row may have taken the pages of an earlier one.
             if all(row.request.phase is Phase.ACTIVE and row.request.request_id not in stalled for row in rows):
                 return rows
+
+    def _demand(self, r: RequestState) -> RowDemand:
+        """One request is scored at a time, so many tokens a step as an engine scores."""
+        most = min(r.num_pending, MAX_SCORED_TOKENS) if r.scores_pending else r.num_pending
+        samples = r.decode and most == r.num_pending
+        return RowDemand(r.request_id, r.order, most, samples, r.last_step, r.chunks_waited, self._service.of(r.tenant))
 
     def _has_pages(self, row: BatchRow) -> bool:
         request, num_tokens = row.request, row.request.kv_len + row.num_tokens

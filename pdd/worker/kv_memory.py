@@ -67,7 +67,7 @@ class KVMemory:
         """
         tokens = request.tokens.view(0, len(request.tokens)).tolist()
         needed = self.pages_for(len(tokens))
-        if self._cache is None:
+        if self._cache is None or request.prompt_logprobs is not None:  # what is scored must be computed
             if not self._make_room(needed + headroom_pages):
                 return False
             request.pages, request.kv_len = self._pool.allocate(needed, request.request_id), 0

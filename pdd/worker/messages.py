@@ -43,7 +43,9 @@ class PushTo:
 
 @dataclass(frozen=True)
 class OpenRequest:
-    """``transfer``: await the KV that the prefix cache lacks instead of computing it. ``deadline``: by the step loop's monotonic clock."""
+    """``transfer``: await the KV that the prefix cache lacks instead of computing it. ``deadline``: by the step loop's monotonic clock.
+    ``prompt_logprobs``: score the prompt, with so many of the most likely tokens.
+    """
 
     request_id: str
     tenant: str
@@ -55,6 +57,7 @@ class OpenRequest:
     max_propose_tokens: int | None
     push_to: tuple[PushTo, ...]
     deadline: float
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -199,6 +202,14 @@ class Tokens:
 
 
 @dataclass(frozen=True)
+class PromptScores:
+    """``records`` of the prompt tokens from ``position`` on."""
+
+    position: int
+    records: tuple[TokenRecord, ...]
+
+
+@dataclass(frozen=True)
 class Ingested:
     length: int
 
@@ -216,4 +227,4 @@ class Failed:
     message: str
 
 
-Event = Refused | Reserved | Prefilled | KvComplete | KVRead | Tokens | Ingested | Sealed | Failed
+Event = Refused | Reserved | Prefilled | KvComplete | KVRead | Tokens | PromptScores | Ingested | Sealed | Failed

@@ -10,6 +10,7 @@ from pdd.errors import Code, PddError
 from pdd.worker.kv_links import LINK_CHOICES
 from pdd.worker.messages import OpenRequest, PushTo
 from pdd.worker.transfers import PushSpec
+from pddbridge.engine import MAX_SCORE_LOGPROBS
 from pddbridge.kv_spec import TokenRange
 from pddbridge.rpc.convert import check_token_ids, params_from_proto
 from pddbridge.rpc.gen import worker_pb2
@@ -50,6 +51,11 @@ def _parse(message: worker_pb2.Open, vocab_size: int, max_context_tokens: int, r
         raise ValueError(f"timeout_s: given {message.timeout_s}, must be finite and above 0")
     if message.kv_source not in (worker_pb2.KV_SOURCE_COMPUTE, worker_pb2.KV_SOURCE_TRANSFER):
         raise ValueError(f"kv_source: given {message.kv_source}, allowed COMPUTE or TRANSFER")
+    prompt_logprobs = message.prompt_logprobs if message.HasField("prompt_logprobs") else None
+    if prompt_logprobs is not None and message.kv_source != worker_pb2.KV_SOURCE_COMPUTE:
+        raise ValueError("prompt_logprobs: given with kv_source TRANSFER, allowed with COMPUTE: what is received is not scored")
+    if prompt_logprobs is not None and prompt_logprobs > MAX_SCORE_LOGPROBS:
+        raise ValueError(f"prompt_logprobs: given {prompt_logprobs}, allowed up to {MAX_SCORE_LOGPROBS}")
     pushes, complete = _parse_targets(message, receivers)
     command = OpenRequest(
         request_id=message.request_id,
@@ -62,6 +68,7 @@ def _parse(message: worker_pb2.Open, vocab_size: int, max_context_tokens: int, r
         max_propose_tokens=message.max_propose_tokens if message.HasField("max_propose_tokens") else None,
         push_to=tuple(PushTo(push.target, push.tokens.start) for push in pushes),
         deadline=now + message.timeout_s,
+        prompt_logprobs=prompt_logprobs,
     )
     return Opening(command, pushes, complete)
 

@@ -34,7 +34,7 @@ class IngestError(ValueError):
 @dataclass(eq=False)
 class RequestState:
     """Mutable; owned by the step thread. ``order``: arrival. ``deadline``: monotonic seconds. ``from_transfer``: its prompt's KV comes
-    from elsewhere.
+    from elsewhere. ``prompt_logprobs``: every prompt token but the first is scored, with so many of the most likely; so all are computed.
     """
 
     request_id: str
@@ -49,6 +49,7 @@ class RequestState:
     order: int
     deadline: float
     push: PushFeed | None
+    prompt_logprobs: int | None = None
     phase: Phase = Phase.WAITING
     kv_len: int = 0
     pages: list[int] = field(default_factory=list)
@@ -77,6 +78,11 @@ class RequestState:
     @property
     def num_pending(self) -> int:
         return max(0, self.target_len - self.kv_len)
+
+    @property
+    def scores_pending(self) -> bool:
+        """Whether tokens that are yet to be computed are scored."""
+        return self.prompt_logprobs is not None and self.kv_len < self.prompt_kv_len
 
     @property
     def is_decode_row(self) -> bool:

@@ -121,6 +121,9 @@ def to_proto(event: m.Event) -> worker_pb2.WorkerEvent:
         case m.Tokens():
             records = [record_to_proto(record) for record in event.records]
             return worker_pb2.WorkerEvent(tokens=worker_pb2.Tokens(position=event.position, records=records))
+        case m.PromptScores():
+            records = [record_to_proto(record) for record in event.records]
+            return worker_pb2.WorkerEvent(prompt_scores=worker_pb2.PromptScores(position=event.position, records=records))
         case m.Ingested():
             return worker_pb2.WorkerEvent(ingested=worker_pb2.Ingested(length=event.length))
         case m.Sealed():

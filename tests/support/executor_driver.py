@@ -34,9 +34,12 @@ class ExecutorDriver:
         tenant: str = "t",
         deadline: float = 1e9,
         params: SamplingParams | None = None,
+        prompt_logprobs: int | None = None,
     ) -> None:
         params = params or SamplingParams(seed=1, max_tokens=max_tokens)
-        command = m.OpenRequest(request_id, tenant, tuple(prompt), tuple(log), params, transfer, decode, limit, tuple(push_to), deadline)
+        command = m.OpenRequest(
+            request_id, tenant, tuple(prompt), tuple(log), params, transfer, decode, limit, tuple(push_to), deadline, prompt_logprobs
+        )
         self.executor.handle(command)
         self.executor.check()
 

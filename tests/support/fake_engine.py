@@ -121,7 +121,11 @@ class FakeEngine:
                 self._slot("v", table, context_len + offset)[...] = kv_of("v", context_len + offset, token_id)
             if row in samples:
                 records.append(TokenRecord(self._sample(table, context_len + len(new), samples[row].position)))
-        return StepResult(tuple(records))
+        scores = tuple(
+            tuple(TokenRecord(token_id, -0.5 * token_id, ((token_id, 0.0),) * row.num_logprobs) for token_id in row.next_ids.tolist())
+            for row in step.scores
+        )
+        return StepResult(tuple(records), scores)
 
     def logits(self, step: Step) -> np.ndarray:
         result = self.step(step)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pddbridge.engine import MAX_SCORED_TOKENS
 from pddjax.batch import DecodeBatch, RaggedBatch, pack
 from pddjax.buckets import Buckets, pick
 from pddkernels.jax_ops import JaxOps
@@ -19,7 +20,7 @@ OPS = JaxOps("portable", jnp.dtype("float32"), kv_heads=2, head_dim=16)
 
 @pytest.mark.parametrize(
     ("max_rows", "max_step_tokens", "rows", "tokens"),
-    [(8, 256, (1, 4, 8), (16, 64, 256)), (1, 1, (1,), (1,)), (4, 16, (1, 4), (16,)), (17, 100, (1, 4, 16, 17), (16, 64, 100))],
+    [(8, 256, (1, 4, 8), (16, 64, 256)), (1, 1, (1,), (1,)), (4, 16, (1, 4), (16,)), (17, 100, (1, 4, 8, 16, 17), (16, 64, 100))],
 )
 def test_buckets_end_at_the_limit(max_rows: int, max_step_tokens: int, rows: tuple[int, ...], tokens: tuple[int, ...]) -> None:
     buckets = Buckets.up_to(max_rows, max_step_tokens)
@@ -66,4 +67,4 @@ def test_one_token_per_row_is_a_decode_batch_and_anything_else_ragged() -> None:
     assert ragged.slots[:5].tolist() == [17, 30, 31, 24, 58]
     assert ragged.positions[:4].tolist() == [5, 6, 7, 0]
     assert len(set(ragged.slots.tolist())) == len(ragged.slots) == 16
-    assert ragged.sample_columns.tolist() == [2, 0, 0, 0]
+    assert ragged.sample_columns.tolist() == [2, 0, 0, 0] + [0] * MAX_SCORED_TOKENS

@@ -94,7 +94,7 @@ class LedgerRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class LedgerReply(_message.Message):
-    __slots__ = ("total_pages", "free_pages", "cached_pages", "pinned_pages", "num_requests", "num_incoming_transfers", "num_outgoing_transfers", "computed_prompt_tokens", "computed_log_tokens", "sampled_tokens", "kv_bytes_received", "kv_bytes_sent", "frames_refused", "late_frames_dropped", "compilations_after_ready", "steps", "preemptions", "engine_fallbacks", "kv_pushes", "kv_link_fallbacks", "kv_wire_bytes_received", "kv_wire_bytes_sent", "kv_codecs", "kv_coding_ratio", "kv_codecs_declined", "host_pages", "host_bytes", "host_capacity_bytes", "host_hit_tokens", "host_pages_lost")
+    __slots__ = ("total_pages", "free_pages", "cached_pages", "pinned_pages", "num_requests", "num_incoming_transfers", "num_outgoing_transfers", "computed_prompt_tokens", "computed_log_tokens", "sampled_tokens", "kv_bytes_received", "kv_bytes_sent", "frames_refused", "late_frames_dropped", "compilations_after_ready", "steps", "preemptions", "engine_fallbacks", "kv_pushes", "kv_link_fallbacks", "kv_wire_bytes_received", "kv_wire_bytes_sent", "kv_codecs", "kv_coding_ratio", "kv_codecs_declined", "host_pages", "host_bytes", "host_capacity_bytes", "host_hit_tokens", "host_pages_lost", "loop_lag_bounds_s", "loop_lag_counts")
     class EngineFallbacksEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -153,6 +153,8 @@ class LedgerReply(_message.Message):
     HOST_CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     HOST_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HOST_PAGES_LOST_FIELD_NUMBER: _ClassVar[int]
+    LOOP_LAG_BOUNDS_S_FIELD_NUMBER: _ClassVar[int]
+    LOOP_LAG_COUNTS_FIELD_NUMBER: _ClassVar[int]
     total_pages: int
     free_pages: int
     cached_pages: int
@@ -183,7 +185,9 @@ class LedgerReply(_message.Message):
     host_capacity_bytes: int
     host_hit_tokens: int
     host_pages_lost: int
-    def __init__(self, total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., pinned_pages: _Optional[int] = ..., num_requests: _Optional[int] = ..., num_incoming_transfers: _Optional[int] = ..., num_outgoing_transfers: _Optional[int] = ..., computed_prompt_tokens: _Optional[int] = ..., computed_log_tokens: _Optional[int] = ..., sampled_tokens: _Optional[int] = ..., kv_bytes_received: _Optional[int] = ..., kv_bytes_sent: _Optional[int] = ..., frames_refused: _Optional[int] = ..., late_frames_dropped: _Optional[int] = ..., compilations_after_ready: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., engine_fallbacks: _Optional[_Mapping[str, int]] = ..., kv_pushes: _Optional[_Mapping[str, int]] = ..., kv_link_fallbacks: _Optional[_Mapping[str, int]] = ..., kv_wire_bytes_received: _Optional[int] = ..., kv_wire_bytes_sent: _Optional[int] = ..., kv_codecs: _Optional[_Mapping[str, int]] = ..., kv_coding_ratio: _Optional[float] = ..., kv_codecs_declined: _Optional[int] = ..., host_pages: _Optional[int] = ..., host_bytes: _Optional[int] = ..., host_capacity_bytes: _Optional[int] = ..., host_hit_tokens: _Optional[int] = ..., host_pages_lost: _Optional[int] = ...) -> None: ...
+    loop_lag_bounds_s: _containers.RepeatedScalarFieldContainer[float]
+    loop_lag_counts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., pinned_pages: _Optional[int] = ..., num_requests: _Optional[int] = ..., num_incoming_transfers: _Optional[int] = ..., num_outgoing_transfers: _Optional[int] = ..., computed_prompt_tokens: _Optional[int] = ..., computed_log_tokens: _Optional[int] = ..., sampled_tokens: _Optional[int] = ..., kv_bytes_received: _Optional[int] = ..., kv_bytes_sent: _Optional[int] = ..., frames_refused: _Optional[int] = ..., late_frames_dropped: _Optional[int] = ..., compilations_after_ready: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., engine_fallbacks: _Optional[_Mapping[str, int]] = ..., kv_pushes: _Optional[_Mapping[str, int]] = ..., kv_link_fallbacks: _Optional[_Mapping[str, int]] = ..., kv_wire_bytes_received: _Optional[int] = ..., kv_wire_bytes_sent: _Optional[int] = ..., kv_codecs: _Optional[_Mapping[str, int]] = ..., kv_coding_ratio: _Optional[float] = ..., kv_codecs_declined: _Optional[int] = ..., host_pages: _Optional[int] = ..., host_bytes: _Optional[int] = ..., host_capacity_bytes: _Optional[int] = ..., host_hit_tokens: _Optional[int] = ..., host_pages_lost: _Optional[int] = ..., loop_lag_bounds_s: _Optional[_Iterable[float]] = ..., loop_lag_counts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WorkerCommand(_message.Message):
     __slots__ = ("open", "ingest", "seal")
@@ -196,7 +200,7 @@ class WorkerCommand(_message.Message):
     def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., ingest: _Optional[_Union[Ingest, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("request_id", "tenant", "prompt_ids", "sampling", "kv_source", "push_to", "decode", "log_ids", "timeout_s", "max_propose_tokens")
+    __slots__ = ("request_id", "tenant", "prompt_ids", "sampling", "kv_source", "push_to", "decode", "log_ids", "timeout_s", "max_propose_tokens", "prompt_logprobs")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -207,6 +211,7 @@ class Open(_message.Message):
     LOG_IDS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     MAX_PROPOSE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     tenant: str
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -217,7 +222,8 @@ class Open(_message.Message):
     log_ids: _containers.RepeatedScalarFieldContainer[int]
     timeout_s: float
     max_propose_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., kv_source: _Optional[_Union[KvSource, str]] = ..., push_to: _Optional[_Iterable[_Union[PushTarget, _Mapping]]] = ..., decode: _Optional[bool] = ..., log_ids: _Optional[_Iterable[int]] = ..., timeout_s: _Optional[float] = ..., max_propose_tokens: _Optional[int] = ...) -> None: ...
+    prompt_logprobs: int
+    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., kv_source: _Optional[_Union[KvSource, str]] = ..., push_to: _Optional[_Iterable[_Union[PushTarget, _Mapping]]] = ..., decode: _Optional[bool] = ..., log_ids: _Optional[_Iterable[int]] = ..., timeout_s: _Optional[float] = ..., max_propose_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class PushTarget(_message.Message):
     __slots__ = ("target", "host", "port", "epoch", "transfer_id", "first_token", "link", "nixl_port")
@@ -254,7 +260,7 @@ class Seal(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerEvent(_message.Message):
-    __slots__ = ("reserved", "prefilled", "kv_complete", "pushed", "tokens", "ingested", "sealed", "failed")
+    __slots__ = ("reserved", "prefilled", "kv_complete", "pushed", "tokens", "ingested", "sealed", "failed", "prompt_scores")
     RESERVED_FIELD_NUMBER: _ClassVar[int]
     PREFILLED_FIELD_NUMBER: _ClassVar[int]
     KV_COMPLETE_FIELD_NUMBER: _ClassVar[int]
@@ -263,6 +269,7 @@ class WorkerEvent(_message.Message):
     INGESTED_FIELD_NUMBER: _ClassVar[int]
     SEALED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_SCORES_FIELD_NUMBER: _ClassVar[int]
     reserved: Reserved
     prefilled: Prefilled
     kv_complete: KvComplete
@@ -271,7 +278,16 @@ class WorkerEvent(_message.Message):
     ingested: Ingested
     sealed: Sealed
     failed: Failed
-    def __init__(self, reserved: _Optional[_Union[Reserved, _Mapping]] = ..., prefilled: _Optional[_Union[Prefilled, _Mapping]] = ..., kv_complete: _Optional[_Union[KvComplete, _Mapping]] = ..., pushed: _Optional[_Union[Pushed, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., ingested: _Optional[_Union[Ingested, _Mapping]] = ..., sealed: _Optional[_Union[Sealed, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ...) -> None: ...
+    prompt_scores: PromptScores
+    def __init__(self, reserved: _Optional[_Union[Reserved, _Mapping]] = ..., prefilled: _Optional[_Union[Prefilled, _Mapping]] = ..., kv_complete: _Optional[_Union[KvComplete, _Mapping]] = ..., pushed: _Optional[_Union[Pushed, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., ingested: _Optional[_Union[Ingested, _Mapping]] = ..., sealed: _Optional[_Union[Sealed, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., prompt_scores: _Optional[_Union[PromptScores, _Mapping]] = ...) -> None: ...
+
+class PromptScores(_message.Message):
+    __slots__ = ("position", "records")
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    position: int
+    records: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenRecord]
+    def __init__(self, position: _Optional[int] = ..., records: _Optional[_Iterable[_Union[_common_pb2.TokenRecord, _Mapping]]] = ...) -> None: ...
 
 class Reserved(_message.Message):
     __slots__ = ("hit_tokens", "transfer_id", "epoch")
