@@ -57,7 +57,8 @@ class WorkerConfig(_Strict):
     the model, if not where the config says (GGUF at one site, safetensors at the other); the handshake refuses a different one.
     ``num_devices``: over how many of ``device`` a JAX engine splits the model.
     ``max_decode_wait_chunks``: steps with a prefill chunk that a decode row is left out of at most, where there are more rows than
-    ``max_rows``. ``host_cache_mib``: of host memory for cached pages that must leave the device; 0: they vanish.
+    ``max_rows``. ``idle_threads``: "spin" for a worker with as many cores of its own as ``threads``, "sleep" where workers share cores
+    (PyTorch on a CPU). ``host_cache_mib``: of host memory for cached pages that must leave the device; 0: they vanish.
     """
 
     name: Name
@@ -74,6 +75,7 @@ class WorkerConfig(_Strict):
     max_rows: Annotated[int, Field(ge=1)] = 8
     max_decode_wait_chunks: Annotated[int, Field(ge=1)] = 1
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
+    idle_threads: Literal["sleep", "spin"] = "sleep"
     num_devices: Annotated[int, Field(ge=1, le=256)] = 1
     prefix_cache: bool = True
     host_cache_mib: Annotated[int, Field(ge=0)] = 0

@@ -11,7 +11,7 @@ from pathlib import Path
 _POOL_THREAD = "tf_XLAEigen"
 
 
-def environment(num_threads: int, device: str = "cpu", num_devices: int = 1) -> dict[str, str]:
+def environment(num_threads: int, device: str = "cpu", num_devices: int = 1, spin: bool = False) -> dict[str, str]:
     """Environment variables that a composition root sets before it imports jax, so that XLA:CPU computes with ``num_threads`` threads.
 
     An engine on ``device`` "cpu" opens no other platform: where libtpu is installed, as it is to compile for TPUs that are not here, JAX
@@ -19,7 +19,7 @@ def environment(num_threads: int, device: str = "cpu", num_devices: int = 1) -> 
     than one CPU device (``num_devices``) are virtual: they show that a split engine is right, not that it is fast.
 
     PJRT's CPU client sizes its pool by ``PJRT_NPROC``, then ``NPROC``, then CPU affinity (xla/pjrt/utils.cc, DefaultThreadPoolSize; checked
-    by measuring CPU time per thread with jaxlib 0.10.2). Raises ValueError for less than one thread.
+    by measuring CPU time per thread with jaxlib 0.10.2). What idle threads do is that pool's own choice, whatever ``spin`` says. Raises ValueError for less than one thread.
     """
     if num_threads < 1:
         raise ValueError(f"num_threads: given {num_threads}, allowed 1 or more")

@@ -115,7 +115,7 @@ def _answer(subject: Subject, question: dict[str, object]) -> dict[str, object]:
 def _subject(given: argparse.Namespace) -> Subject:
     engine = "torch" if given.subject == "hf" else given.subject
     os.environ["TQDM_DISABLE"] = "1"
-    os.environ.update(importlib.import_module(f"pdd{engine}.threads").environment(given.threads))
+    os.environ.update(importlib.import_module(f"pdd{engine}.threads").environment(given.threads, spin=True))
     if given.subject == "hf":
         subject: Subject = importlib.import_module("pddtorch.hf_generate").HfGenerate(given.model_dir, given.dtype, given.threads)
         return subject

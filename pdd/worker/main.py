@@ -184,7 +184,7 @@ def _engine_factory(config: LaunchConfig, worker: WorkerConfig, model_dir: Path,
         num_devices=worker.num_devices,
     )
     environment = importlib.import_module(f"pdd{worker.engine}.threads").environment
-    os.environ.update(environment(worker.threads, worker.device, worker.num_devices))
+    os.environ.update(environment(worker.threads, worker.device, worker.num_devices, worker.idle_threads == "spin"))
 
     def make_engine() -> Engine:
         create: EngineFactory = importlib.import_module(f"pdd{worker.engine}.engine").create

@@ -23,6 +23,11 @@ def test_idle_threads_sleep() -> None:
     assert environment(1)["OMP_WAIT_POLICY"] == "passive"
 
 
+def test_a_worker_alone_on_its_cores_may_look_out_for_work() -> None:
+    """Neither of the variables that would make threads sleep at once, or never."""
+    assert not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & environment(2, spin=True).keys()
+
+
 def test_no_threads_is_refused() -> None:
     with pytest.raises(ValueError, match="num_threads: given 0"):
         environment(0)
