@@ -19,7 +19,8 @@ def environment(num_threads: int, device: str = "cpu", num_devices: int = 1, spi
     than one CPU device (``num_devices``) are virtual: they show that a split engine is right, not that it is fast.
 
     PJRT's CPU client sizes its pool by ``PJRT_NPROC``, then ``NPROC``, then CPU affinity (xla/pjrt/utils.cc, DefaultThreadPoolSize; checked
-    by measuring CPU time per thread with jaxlib 0.10.2). What idle threads do is that pool's own choice, whatever ``spin`` says. Raises ValueError for less than one thread.
+    by measuring CPU time per thread with jaxlib 0.10.2). What idle threads do is that pool's own choice, whatever ``spin`` says. Raises
+    ValueError for less than one thread.
     """
     if num_threads < 1:
         raise ValueError(f"num_threads: given {num_threads}, allowed 1 or more")
