@@ -68,9 +68,10 @@ def create_from(checkpoint: ModelTensors, config: EngineConfig, choose_ops: Call
         kv_dtype=kv_dtype,
         max_rows=config.max_rows,
         pages_per_row=pages_per_row(config),
+        cache_dir=config.compile_cache_dir,
     )
     if config.num_devices == 1:
-        model = load_model(checkpoint, dtype, config.max_context_tokens, devices[0])
+        model = load_model(checkpoint, dtype, config.max_context_tokens, devices[0], ops.product)
         functions: ModelFunctions | ShardedFunctions = ModelFunctions(model, ops)
         placement = Placement.on_one(devices[0], ops)
     else:

@@ -26,22 +26,30 @@ from pddkernels.ragged_paged_attention.options import AttentionOptions
 Attend = Callable[[jax.Array, jax.Array, AttentionOptions], jax.Array]
 # (one layer's pages, keys, values [T, kv_heads, dim], slots [T]) -> the pages with the new tokens.
 Store = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+# (weight [out, in], x [in, T]) -> float32 [out, T]
+Product = Callable[[jax.Array, jax.Array], jax.Array]
 _ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
 }
 
 
+def product(weight: jax.Array, x: jax.Array) -> jax.Array:
+    """``weight [out, in] @ x [in, T]`` -> float32, float32 products exact."""
+    return jnp.matmul(weight, x, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
 class Projection(nnx.Module):
     """``weight [out, in] @ x [in, T] (+ bias)``, accumulated in float32, returned in the compute dtype."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, dtype: jnp.dtype) -> None:
+    def __init__(self, in_features: int, out_features: int, bias: bool, dtype: jnp.dtype, product: Product = product) -> None:
         self.weight = nnx.Param(jnp.zeros((out_features, in_features), dtype))
         self.bias = nnx.Param(jnp.zeros((out_features,), dtype)) if bias else None
+        self.product = product
 
     def __call__(self, x: jax.Array) -> jax.Array:
         weight = self.weight[...]
-        y = product(weight, x)
+        y = self.product(weight, x)
         if self.bias is not None:
             y = y + self.bias[...].astype(jnp.float32)[:, None]
         return y.astype(weight.dtype)
@@ -63,11 +71,11 @@ class RMSNorm(nnx.Module):
 class Attention(nnx.Module):
     """Grouped-query attention with q, k and v in one product. New KV is stored first and attention reads what was stored."""
 
-    def __init__(self, spec: ModelSpec, dtype: jnp.dtype) -> None:
+    def __init__(self, spec: ModelSpec, dtype: jnp.dtype, product: Product) -> None:
         self.num_heads, self.num_kv_heads, self.head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         heads = spec.num_heads + 2 * spec.num_kv_heads
-        self.qkv = Projection(spec.hidden_size, heads * spec.head_dim, spec.qkv_bias, dtype)
-        self.out = Projection(spec.num_heads * spec.head_dim, spec.hidden_size, spec.attention_out_bias, dtype)
+        self.qkv = Projection(spec.hidden_size, heads * spec.head_dim, spec.qkv_bias, dtype, product)
+        self.out = Projection(spec.num_heads * spec.head_dim, spec.hidden_size, spec.attention_out_bias, dtype, product)
         self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
 
@@ -96,9 +104,9 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """A gated linear unit (arXiv:2002.05202) with gate and up in one product."""
 
-    def __init__(self, spec: ModelSpec, dtype: jnp.dtype) -> None:
-        self.gate_up = Projection(spec.hidden_size, 2 * spec.intermediate_size, spec.mlp_bias, dtype)
-        self.down = Projection(spec.intermediate_size, spec.hidden_size, spec.mlp_bias, dtype)
+    def __init__(self, spec: ModelSpec, dtype: jnp.dtype, product: Product) -> None:
+        self.gate_up = Projection(spec.hidden_size, 2 * spec.intermediate_size, spec.mlp_bias, dtype, product)
+        self.down = Projection(spec.intermediate_size, spec.hidden_size, spec.mlp_bias, dtype, product)
         self.activation = spec.activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -109,12 +117,12 @@ class MLP(nnx.Module):
 class Layer(nnx.Module):
     """One pre-norm decoder layer; with post norms, what is added to the residual stream is normed too."""
 
-    def __init__(self, spec: ModelSpec, dtype: jnp.dtype) -> None:
+    def __init__(self, spec: ModelSpec, dtype: jnp.dtype, product: Product) -> None:
         self.attention_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.attention = Attention(spec, dtype)
+        self.attention = Attention(spec, dtype, product)
         self.attention_post_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps) if spec.post_norms else None
         self.mlp_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.mlp = MLP(spec, dtype)
+        self.mlp = MLP(spec, dtype, product)
         self.mlp_post_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps) if spec.post_norms else None
 
     def __call__(
@@ -140,13 +148,15 @@ class Llama(nnx.Module):
     ``attention_post_norm|mlp_post_norm``, ``attention.q_norm|k_norm``.
     """
 
-    def __init__(self, spec: ModelSpec, dtype: jnp.dtype, max_context_tokens: int) -> None:
+    def __init__(self, spec: ModelSpec, dtype: jnp.dtype, max_context_tokens: int, product: Product = product) -> None:
+        """``product``: of every weight matrix with activations."""
         self.embedding = nnx.Param(jnp.zeros((spec.vocab_size, spec.hidden_size), dtype))
-        self.layers = nnx.List([Layer(spec, dtype) for _ in range(spec.num_layers)])
+        self.layers = nnx.List([Layer(spec, dtype, product) for _ in range(spec.num_layers)])
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.lm_head = None if spec.tie_embeddings else nnx.Param(jnp.zeros((spec.vocab_size, spec.hidden_size), dtype))
         # Angles of every position the engine may see, so that cos and sin are numpy's on every device.
         self.rope = RopeTable(jnp.zeros((len(spec.ropes), 2, max_context_tokens, spec.head_dim // 2), jnp.float32))
+        self.product = product
         self.layer_ropes = spec.layer_ropes
         self.layer_options = layer_options(spec)
         self.embedding_scale, self.logit_soft_cap = spec.embedding_scale, spec.logit_soft_cap
@@ -191,7 +201,7 @@ class Llama(nnx.Module):
     def head(self, hidden: jax.Array) -> jax.Array:
         """[hidden, S] -> float32 logits [vocab, S]."""
         weight = self.embedding if self.lm_head is None else self.lm_head
-        logits = product(weight[...], self.norm(hidden))
+        logits = self.product(weight[...], self.norm(hidden))
         return logits if self.logit_soft_cap is None else self.logit_soft_cap * jnp.tanh(logits / self.logit_soft_cap)
 
 
@@ -213,8 +223,3 @@ def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
     cos, sin = rope
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=1)
     return jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=1).astype(x.dtype)
-
-
-def product(weight: jax.Array, x: jax.Array) -> jax.Array:
-    """``weight [out, in] @ x [in, T]`` -> float32, float32 products exact."""
-    return jnp.matmul(weight, x, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)

@@ -10,13 +10,15 @@ from flax import nnx
 from pddbridge.checkpoint_source import ModelTensors
 from pddbridge.model_spec import ModelSpec
 from pddbridge.rope import rotation_table
-from pddjax.model import Llama, RMSNorm
+from pddjax.model import Llama, Product, RMSNorm, product
 
 
-def load_model(checkpoint: ModelTensors, dtype: jnp.dtype, max_context_tokens: int, device: jax.Device) -> Llama:
+def load_model(
+    checkpoint: ModelTensors, dtype: jnp.dtype, max_context_tokens: int, device: jax.Device, product: Product = product
+) -> Llama:
     """The network of ``checkpoint`` with weights in ``dtype`` on ``device``; RoPE tables for ``max_context_tokens`` positions."""
     spec = checkpoint.spec
-    model = nnx.eval_shape(lambda: Llama(spec, dtype, max_context_tokens))
+    model = nnx.eval_shape(lambda: Llama(spec, dtype, max_context_tokens, product))
 
     def put(parameter: nnx.Variable[jax.Array], *names: str) -> None:
         place(parameter, [checkpoint.load(name) for name in names])

@@ -1,14 +1,15 @@
 """Which path JAX's operations take on a device: the one place where that is chosen, and the only kernels module that the JAX engine calls.
 
-On a TPU that :mod:`pddkernels.ragged_paged_attention.block_sizes` knows the Pallas kernels run; anywhere else the portable XLA path.
-Portable where a kernel was to be expected is a *fallback*: named in :attr:`JaxOps.fallbacks`, which the engine shows. A CPU has no kernels,
-so portable is no fallback there.
+On a TPU that :mod:`pddkernels.ragged_paged_attention.block_sizes` knows the Pallas kernels run; anywhere else the portable XLA path, on a
+CPU with native kernels for what a decode step is bound by: products with few columns and attention of rows with one new token.
+Portable where a kernel was to be expected is a *fallback*: named in :attr:`JaxOps.fallbacks`, which the engine shows.
 
 An object stands for one layer's attention on one device: with tensor parallelism its heads are the device's own.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -18,10 +19,14 @@ import numpy as np
 
 from pddkernels.kv_pages import pallas as pallas_pages
 from pddkernels.kv_pages import portable_xla as xla_pages
+from pddkernels.native.build import NativeUnavailableError
+from pddkernels.native_xla import calls as native_calls
 from pddkernels.ragged_paged_attention import portable_xla
 from pddkernels.ragged_paged_attention.block_sizes import BlockSizes, block_sizes, generation_of
 from pddkernels.ragged_paged_attention.options import AttentionOptions
 from pddkernels.ragged_paged_attention.pallas import padded_dim, padded_heads, ragged_paged_attention
+
+logger = logging.getLogger(__name__)
 
 # A TensorCore's scalar memory is 1 MiB (jax.experimental.pallas.tpu.get_tpu_info, jax 0.10.2); page tables may take this much of it.
 _TABLES_BYTES: Final = 3 * 2**18
@@ -29,9 +34,9 @@ _TABLES_BYTES: Final = 3 * 2**18
 
 @dataclass(frozen=True)
 class JaxOps:
-    """``path``: "pallas" or "portable" · ``kv_dtype``: of the stored KV · ``kv_heads``, ``head_dim``: of one device's attention ·
-    ``blocks``: of the Pallas kernel · ``interpret``: run Pallas kernels without a TPU, slowly, for tests · ``fallbacks``: why a device that
-    should run kernels does not.
+    """``path``: "pallas" or "portable" · ``native``: portable, but for the processor's own kernels where they serve · ``kv_dtype``: of the
+    stored KV · ``kv_heads``, ``head_dim``: of one device's attention · ``blocks``: of the Pallas kernel · ``interpret``: run Pallas kernels
+    without a TPU, slowly, for tests · ``fallbacks``: why a device that should run kernels does not.
 
     Pages of a layer: [num_pages, page_size, *``token_shape``] of ``storage_dtype``.
     """
@@ -43,6 +48,7 @@ class JaxOps:
     blocks: BlockSizes | None = None
     interpret: bool = False
     fallbacks: tuple[str, ...] = ()
+    native: bool = False
 
     @property
     def storage_dtype(self) -> np.dtype:
@@ -100,10 +106,18 @@ class JaxOps:
         sinks: jax.Array | None = None,
     ) -> jax.Array:
         """One new token per row: ``queries`` [R, heads, dim] · ``context_lens`` [R] · ``num_new`` [R]: 1, then 0 for padding."""
+        if self.native and native_calls.has_attend_decode(pages.dtype, self.kv_dtype):
+            return native_calls.attend_decode(queries, pages, page_tables, context_lens, num_new, options, sinks)
         if self.path == "portable":
             return portable_xla.decode_attention(queries, pages, page_tables, context_lens, num_new, options, self.kv_dtype, sinks)
         row_starts = jnp.arange(queries.shape[0] + 1, dtype=jnp.int32)
         return self._kernel(queries, pages, row_starts, context_lens, page_tables, num_new.sum(keepdims=True), options, sinks)
+
+    def product(self, weight: jax.Array, x: jax.Array) -> jax.Array:
+        """``weight [out, in] @ x [in, T]`` -> float32, float32 products exact."""
+        if self.native and native_calls.has_product(weight, x):
+            return native_calls.product(weight, x)
+        return jnp.matmul(weight, x, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
     def append(self, pages: jax.Array, keys: jax.Array, values: jax.Array, slots: jax.Array) -> jax.Array:
         """Store ``keys``, ``values`` [T, kv_heads, dim], rounded to nearest even, at ``slots`` [T] i32; those past the pool are nowhere."""
@@ -173,12 +187,28 @@ class JaxOps:
 
 
 def choose(
-    device: jax.Device, *, num_heads: int, kv_heads: int, head_dim: int, kv_dtype: jnp.dtype, max_rows: int, pages_per_row: int
+    device: jax.Device,
+    *,
+    num_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    kv_dtype: jnp.dtype,
+    max_rows: int,
+    pages_per_row: int,
+    cache_dir: str | None = None,
 ) -> JaxOps:
-    """The operations for one layer's attention on ``device``: the heads it has itself, page tables of [max_rows, pages_per_row]."""
-    portable = JaxOps("portable", kv_dtype, kv_heads, head_dim)
+    """The operations for one layer's attention on ``device``: the heads it has itself, page tables of [max_rows, pages_per_row].
+
+    ``cache_dir``: where native kernels are kept once compiled; None: they are compiled for this process alone.
+    """
     if device.platform == "cpu":
-        return portable
+        try:
+            native_calls.load(cache_dir)
+        except NativeUnavailableError as error:
+            logger.warning("%s", error)
+            return JaxOps("portable", kv_dtype, kv_heads, head_dim, fallbacks=(error.reason,))
+        unserved = () if native_calls.has_attend_decode(xla_pages.storage_dtype(kv_dtype), kv_dtype) else ("portable_attention_kv_dtype",)
+        return JaxOps("portable", kv_dtype, kv_heads, head_dim, fallbacks=unserved, native=True)
     reasons = []
     generation = generation_of(device.device_kind) if device.platform == "tpu" else None
     if generation is None:

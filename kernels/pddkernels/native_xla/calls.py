@@ -1,0 +1,76 @@
+"""The native kernels as XLA calls them on a CPU: compiled on first use with jaxlib's headers, registered once in a process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+
+from pddkernels.native.build import compiled
+from pddkernels.ragged_paged_attention.options import AttentionOptions
+
+_SOURCES: Final = Path(__file__).parent
+_TARGETS: Final = ("pdd_product", "pdd_attend_decode")
+_COLUMNS: Final = (1, 4, 8, 16)
+
+
+@functools.cache
+def load(cache_dir: str | None) -> None:
+    """Make the calls below possible. Raises NativeUnavailableError. See :func:`pddkernels.native.build.compiled`."""
+    flags = ("-isystem", jax.ffi.include_dir())
+    library = compiled(f"native-xla-{jaxlib.__version__}", _SOURCES, flags, cache_dir)
+    for target in _TARGETS:
+        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu")
+
+
+def has_product(weight: jax.Array, x: jax.Array) -> bool:
+    """Whether :func:`product` takes these: float32, and as few columns as it is for."""
+    return weight.dtype == x.dtype == jnp.float32 and x.shape[1] <= _COLUMNS[-1]
+
+
+def product(weight: jax.Array, x: jax.Array) -> jax.Array:
+    """``weight [out, in] @ x [in, T]`` in float32."""
+    num_columns = x.shape[1]
+    padded = next(columns for columns in _COLUMNS if columns >= num_columns)
+    out = _call("pdd_product", (weight.shape[0], padded))(weight, jnp.pad(x, ((0, 0), (0, padded - num_columns))))
+    return out[:, :num_columns]
+
+
+def has_attend_decode(pages_dtype: jnp.dtype, kv_dtype: jnp.dtype) -> bool:
+    """Whether :func:`attend_decode` takes such pages: float32, or bfloat16 kept as uint16."""
+    return (pages_dtype, kv_dtype) in ((jnp.float32, jnp.float32), (jnp.uint16, jnp.bfloat16))
+
+
+def attend_decode(
+    queries: jax.Array,
+    pages: jax.Array,
+    page_tables: jax.Array,
+    context_lens: jax.Array,
+    num_new: jax.Array,
+    options: AttentionOptions,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
+    """See :meth:`pddkernels.jax_ops.JaxOps.attend_decode`; a row's numbers do not depend on the others. Float32 [R, heads, dim]."""
+    sinks = jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
+    return _call("pdd_attend_decode", queries.shape)(
+        queries.astype(jnp.float32),
+        pages,
+        page_tables,
+        context_lens,
+        num_new,
+        sinks,
+        scale=np.float32(options.scale),
+        soft_cap=np.float32(options.soft_cap or 0),
+        window=np.int64(options.window or 0),
+    )
+
+
+def _call(target: str, shape: tuple[int, ...]) -> Callable[..., jax.Array]:
+    call: Callable[..., jax.Array] = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(shape, jnp.float32))
+    return call
