@@ -249,6 +249,76 @@ def engine(
         raise _fail(error) from error
 
 
+@bench.command()
+def hits(
+    model: Annotated[str, typer.Option(help="a pulled model's name, or a directory")] = "smollm2-135m",
+    subjects: Annotated[str, typer.Option("--engines", help="engine:dtype, separated by commas")] = "jax:float32,torch:bfloat16",
+    prompts: Annotated[int, typer.Option(help="prompts that come at once")] = 8,
+    shortest: Annotated[int, typer.Option(help="of them, tokens")] = 200,
+    longest: Annotated[int, typer.Option(help="of them, tokens")] = 800,
+    step_tokens: Annotated[int, typer.Option(help="new tokens of a step at most")] = 512,
+    rounds: Annotated[int, typer.Option(help="rounds; figures are medians")] = 3,
+    threads: Annotated[int, typer.Option(help="compute threads")] = 2,
+    seed: Annotated[int, typer.Option(help="of lengths and tokens")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the rows here")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="draw them here (PNG or SVG)")] = None,
+) -> None:
+    """Prefill throughput over prefix-hit rates from 0 to 95 %. Exit status 1 when a point dips below the line between its neighbours."""
+    from pdd.bench.engine_subject import ChildError
+    from pdd.bench.hits import Plan, run, save_plot, show
+    from pdd.launch.serve import end_on_signal
+    from pdd.models import resolve
+
+    console = _wide_console()
+    end_on_signal()
+    try:
+        pairs = tuple(_pair(subject) for subject in subjects.split(","))
+        plan = Plan(
+            pairs,
+            prompts=prompts,
+            shortest=shortest,
+            longest=longest,
+            step_tokens=step_tokens,
+            rounds=rounds,
+            threads=threads,
+            seed=seed,
+        )
+        rows = run(resolve(model, cache_dir()), cache_dir(), plan, console, json_file)
+        show(rows, plan, console)
+        if plot_file is not None:
+            save_plot(rows, plot_file)
+    except (ValueError, OSError, ChildError) as error:
+        raise _fail(error) from error
+    if any(row.dips for row in rows):
+        raise typer.Exit(1)
+
+
+@bench.command()
+def steady(
+    config: ConfigArgument = _DEFAULT_CONFIG,
+    minutes: Annotated[float, typer.Option(help="of traffic")] = 10.0,
+    clients: Annotated[int, typer.Option(help="that each ask one thing after another")] = 3,
+    pause_s: Annotated[float, typer.Option(help="mean pause of a client between requests")] = 0.5,
+    seed: Annotated[int, typer.Option(help="of the traffic")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the report here")] = None,
+) -> None:
+    """Whether a deployment under mixed traffic stays as it was: compilations, memory, event loops, ledgers. Exit status 1 when not."""
+    from pdd.bench.steady import Plan, run, show
+    from pdd.launch.ask import AskError
+    from pdd.launch.local import StartError
+    from pdd.launch.serve import end_on_signal
+
+    console = _wide_console()
+    end_on_signal()
+    try:
+        report = run(load(config), cache_dir(), Plan(minutes, clients, pause_s, seed=seed), console, json_file)
+    except (ValueError, OSError, StartError, AskError) as error:
+        raise _fail(error) from error
+    show(report, console)
+    if report.faults:
+        raise typer.Exit(1)
+
+
 def _pair(subject: str) -> tuple[str, str]:
     name, _, dtype = subject.strip().partition(":")
     return name, dtype

@@ -49,10 +49,10 @@ class Subject(Protocol):
 class Child:
     """One measuring process: loads its subject once, then sleeps between questions. ``close`` ends it."""
 
-    def __init__(self, name: str, arguments: list[str]) -> None:
+    def __init__(self, name: str, arguments: list[str], module: str = "pdd.bench.engine_child") -> None:
         self.name = name
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "pdd.bench.engine_child", *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", module, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     def wait_ready(self) -> None:
@@ -61,13 +61,13 @@ class Child:
 
     def seconds(self, case: Case) -> float:
         """Raises ChildError."""
-        answer = self._ask(asdict(case))["seconds"]
+        answer = self.ask(asdict(case))["seconds"]
         assert isinstance(answer, float)
         return answer
 
     def limits(self) -> Limits:
         """Raises ChildError."""
-        answer = self._ask({"phase": "limits"})
+        answer = self.ask({"phase": "limits"})
         read, flops = answer["read_bytes_s"], answer["flops_s"]
         assert isinstance(read, float)
         assert isinstance(flops, dict)
@@ -83,7 +83,8 @@ class Child:
             self._process.kill()
             self._process.wait()
 
-    def _ask(self, question: Mapping[str, object]) -> dict[str, object]:
+    def ask(self, question: Mapping[str, object]) -> dict[str, object]:
+        """The answer to ``question``. Raises ChildError."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(question) + "\n")

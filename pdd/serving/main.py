@@ -21,6 +21,7 @@ from pdd.config import LaunchConfig
 from pdd.config import load as load_config
 from pdd.errors import PddError
 from pdd.launch.child import report, when_parent_ends
+from pdd.loop_lag import watch_loop
 from pdd.serving.coordinator import Coordinator
 from pdd.serving.front import Front
 from pdd.serving.grpc_door import follow_health, make_door_server, start_grpc
@@ -94,6 +95,7 @@ async def _serve_doors(
     tasks = {
         "the HTTP door": asyncio.create_task(http_server.serve(sockets=[http_socket])),
         "the health watch": asyncio.create_task(follow_health(front, health)),
+        "the loop watch": asyncio.create_task(watch_loop(metrics.loop_lag_s.observe)),
     }
     try:
         await _http_started(http_server, tasks["the HTTP door"])
@@ -105,6 +107,7 @@ async def _serve_doors(
     finally:
         http_server.should_exit = True
         tasks["the health watch"].cancel()
+        tasks["the loop watch"].cancel()
         await asyncio.gather(health.enter_graceful_shutdown(), grpc_server.stop(GRACE_S), *tasks.values(), return_exceptions=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from pdd.loop_lag import BOUNDS_S
 from pdd.serving.request import Origin, Timeline
 
 _TTFT_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
@@ -42,6 +43,7 @@ class Metrics:
         )
         self.fallbacks = Counter("pdd:fallbacks", "Departures from the planned path", ["reason"], registry=r)
         self.requests = Counter("pdd:requests", "Requests ended: stop, length, cancelled or an error code", ["outcome"], registry=r)
+        self.loop_lag_s = Histogram("pdd:event_loop_lag_seconds", "How late a timer woke", buckets=BOUNDS_S, registry=r)
         self.worker_ready = Gauge("pdd:worker_ready", "1 when the worker answers and is warmed up", ["worker"], registry=r)
 
     def token(self, origin: Origin, gap_s: float | None) -> None:

@@ -16,6 +16,7 @@ import grpc
 import grpc.aio
 
 from pdd.errors import Code, PddError
+from pdd.loop_lag import BOUNDS_S, LagHistogram, watch_loop
 from pdd.worker import messages as m
 from pdd.worker.kv_links import LinkState
 from pdd.worker.open_command import Receivers, parse_open
@@ -53,6 +54,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._epoch = epoch
         self._runtime: Runtime | None = None
         self._sessions: dict[str, Session] = {}
+        self._lag = LagHistogram()
+        self._watching: asyncio.Task[None] | None = None
 
     @property
     def epoch(self) -> int:
@@ -60,10 +63,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     def begin(self, runtime: Runtime) -> None:
         self._runtime = runtime
+        self._watching = asyncio.create_task(watch_loop(self._lag.observe), name="loop-lag")
 
     async def end(self) -> None:
         """Take nothing more; tell every coordinator and let go of every request."""
         self._runtime = None
+        if self._watching is not None:
+            self._watching.cancel()
         self.fail_all(Code.UNAVAILABLE, f"worker {self._name} is stopping")
         await asyncio.gather(*(session.end() for session in list(self._sessions.values())))
 
@@ -146,6 +152,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             kv_codecs=links.codecs_chosen,
             kv_coding_ratio=outgoing.bytes_sent / outgoing.wire_bytes_sent if outgoing.wire_bytes_sent else 1.0,
             kv_codecs_declined=outgoing.codecs_declined,
+            loop_lag_bounds_s=BOUNDS_S,
+            loop_lag_counts=self._lag.counts,
         )
 
     # Events go out through context.write rather than from a generator: a generator that is suspended when the call is cancelled is
