@@ -67,7 +67,7 @@ class WorkerConfig(_Strict):
     engine: Literal["jax", "torch"]
     model: str | None = None
     device: str = "cpu"
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    compute_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     page_size: Annotated[int, Field(ge=1, le=1024)]
     num_pages: Annotated[int, Field(ge=2)]
     max_context_tokens: Annotated[int, Field(ge=2)]

@@ -3,7 +3,8 @@
 What is promised about numbers: a row's tokens depend on its own request alone, up to ties. With float32 compute, a row alone, in a
 batch, stepwise or as one extend has the same logits within rounding (about 1e-5 of their size), not to the last bit, since matrix
 products of different heights add in different orders; so its tokens are equal unless two candidates tie within that. With bfloat16
-compute the same holds within bfloat16's rounding, and ties are correspondingly wider.
+compute the same holds within bfloat16's rounding, and ties are correspondingly wider. "int8" is bfloat16 compute with the weights of
+linear maps rounded to int8, a scale per output: another model, slightly, so it never compares with an exact one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from pddbridge.checkpoint import open_checkpoint
 from pddbridge.checkpoint_source import ModelTensors
 from pddbridge.engine import EngineConfig, EngineStats, KVBlock, PendingKV, SampleRow, Step, StepResult
-from pddbridge.engine_checks import check_block, check_config, check_page, check_page_range, check_step
+from pddbridge.engine_checks import COMPUTE_DTYPES, INT8, check_block, check_config, check_page, check_page_range, check_step
 from pddbridge.kv_layout import KVLayout, head_major
 from pddbridge.kv_spec import KVSpec, TokenRange
 from pddbridge.model_spec import ModelSpec
@@ -54,7 +55,7 @@ class TorchEngine:
 
     @torch.inference_mode()
     def __init__(self, checkpoint: ModelTensors, config: EngineConfig) -> None:
-        check_config(config, checkpoint.spec)
+        check_config(config, checkpoint.spec, (*COMPUTE_DTYPES, INT8))
         if config.num_devices != 1:
             raise ValueError(f"num_devices: given {config.num_devices}, this engine uses 1")
         self._device = _device(config.device)
@@ -62,9 +63,14 @@ class TorchEngine:
         self._spec = checkpoint.spec
         self._thread: int | None = None
         self._own_thread()
-        dtype, kv_dtype = TORCH_DTYPES[config.compute_dtype], TORCH_DTYPES[config.kv_dtype]
+        int8 = config.compute_dtype == INT8
+        dtype, kv_dtype = torch.bfloat16 if int8 else TORCH_DTYPES[config.compute_dtype], TORCH_DTYPES[config.kv_dtype]
         native, self._fallbacks = _open_native(self._device, config.compile_cache_dir)
-        weights = load_weights(checkpoint, dtype, self._device, native)
+        if int8 and (native is None or not native.has_int8):
+            raise ValueError(
+                "compute_dtype: int8 needs a CPU with AVX-512 BF16 and VBMI, and a C++ compiler, allowed here float32 or bfloat16"
+            )
+        weights = load_weights(checkpoint, dtype, self._device, native, int8=int8)
         self._weights_digest = checkpoint.weights_digest()
         pointwise = TorchPointwise(self._spec, dtype) if native is None else NativePointwise(self._spec, dtype, native)
         self._model = LlamaModel(self._spec, weights, dtype, self._device, pointwise)

@@ -7,7 +7,7 @@ from typing import Final, Protocol
 import torch
 import torch.nn.functional as F
 
-from pddkernels.native.torch_native import Native
+from pddkernels.native.torch_native import Native, PackedWeight
 
 PLAIN: Final = "plain"
 ONEDNN: Final = "onednn"
@@ -34,9 +34,16 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, native: Native 
 
     ``wide``: the output may be float32 where that costs nothing.
     """
-    if native is not None and native.can_pack(weight):
-        return NativeLinear(weight, bias, native, torch.float32 if wide else weight.dtype)
+    if native is not None and weight.dtype == torch.bfloat16 and native.can_pack(weight.shape[1]):
+        return NativeLinear(native.pack(weight), bias, native, torch.float32 if wide else torch.bfloat16)
     return OneDnnLinear(weight, bias) if can_pack(weight.device, weight.dtype) else PlainLinear(weight, bias)
+
+
+def make_int8_linear(weight: torch.Tensor, bias: torch.Tensor | None, native: Native, *, wide: bool = False) -> Linear:
+    """``weight`` of any float dtype, rounded to int8, for inputs in bfloat16. Raises ValueError for an odd number of inputs."""
+    if not (native.has_int8 and native.can_pack(weight.shape[1])):
+        raise ValueError(f"compute_dtype: int8 cannot multiply {weight.shape[1]} inputs here, allowed an even number on a CPU that has it")
+    return NativeLinear(native.pack_int8(weight), bias, native, torch.float32 if wide else torch.bfloat16)
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
@@ -79,9 +86,9 @@ class NativeLinear:
 
     path = NATIVE
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, native: Native, dtype: torch.dtype) -> None:
-        """``dtype``: of the output. Raises ValueError for a weight that ``native`` cannot pack."""
-        self._packed = native.pack(weight)
+    def __init__(self, packed: PackedWeight, bias: torch.Tensor | None, native: Native, dtype: torch.dtype) -> None:
+        """``dtype``: of the output. Inputs are bfloat16."""
+        self._packed = packed
         self._bias = None if bias is None else bias.float()
         self._native, self._dtype = native, dtype
 

@@ -11,7 +11,7 @@ import torch
 from pddbridge.checkpoint_source import ModelTensors
 from pddkernels.native.torch_native import Native
 from pddtorch.arrays import to_torch
-from pddtorch.linear import PLAIN, Linear, make_linear
+from pddtorch.linear import PLAIN, Linear, make_int8_linear, make_linear
 
 
 @dataclass(frozen=True)
@@ -47,21 +47,28 @@ class ModelWeights:
         return sum(linear.path == PLAIN for linear in (*linears, self.head))
 
 
-def load_weights(checkpoint: ModelTensors, dtype: torch.dtype, device: torch.device, native: Native | None) -> ModelWeights:
-    """Load everything; ``native``: whose products to use where they can be. Raises what ``checkpoint.load`` does, CheckpointError for a
-    file that cannot be read.
+def load_weights(
+    checkpoint: ModelTensors, dtype: torch.dtype, device: torch.device, native: Native | None, *, int8: bool = False
+) -> ModelWeights:
+    """Load everything; ``native``: whose products to use where they can be; ``int8``: weights of linears rounded to it, which needs
+    ``native``. Raises what ``checkpoint.load`` does, CheckpointError for a file that cannot be read.
     """
     spec = checkpoint.spec
     names = frozenset(checkpoint.names)
 
-    def stacked(tensor_names: list[str]) -> torch.Tensor:
+    def stacked(tensor_names: list[str], dtype: torch.dtype) -> torch.Tensor:
         parts = [to_torch(checkpoint.load(name)).to(device, dtype) for name in tensor_names]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def packed(weight_names: list[str], bias: torch.Tensor | None, *, wide: bool = False) -> Linear:
+        if int8:
+            assert native is not None
+            return make_int8_linear(stacked(weight_names, torch.float32), bias, native, wide=wide)
+        return make_linear(stacked(weight_names, dtype), bias, native, wide=wide)
+
     def linear(prefix: str, *modules: str) -> Linear:
         biases = [f"{prefix}.{module}.bias" for module in modules]
-        weight = stacked([f"{prefix}.{module}.weight" for module in modules])
-        return make_linear(weight, stacked(biases) if biases[0] in names else None, native)
+        return packed([f"{prefix}.{module}.weight" for module in modules], stacked(biases, dtype) if biases[0] in names else None)
 
     def norm(name: str) -> torch.Tensor:
         return to_torch(checkpoint.load(f"{name}.weight")).to(device, torch.float32) + spec.norm_offset
@@ -86,6 +93,7 @@ def load_weights(checkpoint: ModelTensors, dtype: torch.dtype, device: torch.dev
         for prefix in (f"model.layers.{layer}" for layer in range(spec.num_layers))
     )
     # Cloned, since on the CPU an embedding of the right dtype would still be the reader's memory.
-    embedding = stacked(["model.embed_tokens.weight"]).clone()
-    head = make_linear(embedding if spec.tie_embeddings else stacked(["lm_head.weight"]), None, native, wide=True)
+    embedding_name = "model.embed_tokens.weight"
+    embedding = stacked([embedding_name], dtype).clone()
+    head = packed([embedding_name if spec.tie_embeddings else "lm_head.weight"], None, wide=True)
     return ModelWeights(embedding, layers, norm("model.norm"), head)

@@ -22,7 +22,8 @@ from pddbridge.sampling_params import SamplingParams, TokenRecord
 class EngineConfig:
     """What a composition root decides for an engine.
 
-    ``compute_dtype``: "float32" (exact tests, and fastest for JAX on a CPU) or "bfloat16". ``max_step_tokens`` bounds T,
+    ``compute_dtype``: "float32" (exact tests, and fastest for JAX on a CPU), "bfloat16", or "int8" where an engine
+    has it: bfloat16 with weights in int8. ``max_step_tokens`` bounds T,
     ``max_rows`` bounds R of any step; compiled shapes come from buckets up to them. ``compile_cache_dir``: where compiled
     programs survive a restart, None for nowhere. ``num_devices``: over how many of ``device`` the model and its KV are split, by heads;
     what is read and written through the contract is the same for any number.

@@ -12,14 +12,18 @@ from pddbridge.kv_spec import KVSpec, TokenRange
 from pddbridge.model_spec import ModelSpec
 
 COMPUTE_DTYPES = ("float32", "bfloat16")
+# bfloat16 with weights in int8, where an engine has it.
+INT8 = "int8"
 # What the engines here keep; the bridge moves more (KV_DTYPES).
 ENGINE_KV_DTYPES = ("float32", "bfloat16", "float16")
 
 
-def check_config(config: EngineConfig, spec: ModelSpec) -> None:
-    """Refuse an engine config that no step could satisfy, or that asks for more context than the model has."""
-    if config.compute_dtype not in COMPUTE_DTYPES:
-        raise ValueError(f"compute_dtype: given {config.compute_dtype!r}, allowed {list(COMPUTE_DTYPES)}")
+def check_config(config: EngineConfig, spec: ModelSpec, compute_dtypes: tuple[str, ...] = COMPUTE_DTYPES) -> None:
+    """Refuse an engine config that no step could satisfy, or that asks for more context than the model has. ``compute_dtypes``: what the
+    engine has.
+    """
+    if config.compute_dtype not in compute_dtypes:
+        raise ValueError(f"compute_dtype: given {config.compute_dtype!r}, allowed {list(compute_dtypes)}")
     if config.kv_dtype not in ENGINE_KV_DTYPES:
         raise ValueError(f"kv_dtype: given {config.kv_dtype!r}, allowed {sorted(ENGINE_KV_DTYPES)}")
     for name in ("page_size", "num_pages", "max_context_tokens", "max_step_tokens", "max_rows", "num_threads", "num_devices"):

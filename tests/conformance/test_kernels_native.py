@@ -17,7 +17,7 @@ from pddkernels.kv_pages import reference as reference_pages
 from pddkernels.native.torch_native import Native
 from pddkernels.torch_ops import NATIVE, PORTABLE, UNKNOWN_DTYPE, UNKNOWN_SHAPE, Problem, choose
 from pddtorch.arrays import to_numpy, to_torch
-from pddtorch.linear import make_linear
+from pddtorch.linear import make_int8_linear, make_linear
 from tests.conformance.kernel_suite import FIXED_BATCHES, REAL_BATCHES, check_attention, check_float32
 from tests.conformance.page_suite import bits, emptied
 from tests.support.ragged_batches import BatchSpec, RaggedBatch, RowSpec, batch_specs, make_batch
@@ -138,7 +138,7 @@ def test_products(native: Native, rows: int, num_outputs: int, num_inputs: int, 
     """Every number of rows has code of its own; neither outputs nor inputs need fill a block."""
     generator = torch.Generator().manual_seed(rows)
     weight = torch.randn(num_outputs, num_inputs, generator=generator).bfloat16()
-    if not native.can_pack(weight):
+    if not native.can_pack(num_inputs):
         assert make_linear(weight, None, native).path != NATIVE, "this processor has no dot products of bfloat16 pairs"
         return
     x = torch.randn(rows, num_inputs, generator=generator).bfloat16()
@@ -203,3 +203,23 @@ def test_rotary_embedding(native: Native, dtype: torch.dtype, has_norm: bool) ->
     queries, keys = native.rotate(qkv, *tables, norm, 1e-5, heads, kv_heads)
     torch.testing.assert_close(queries, want[:, :heads].to(dtype))
     torch.testing.assert_close(keys, want[:, heads:])
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 12, 13, 40])
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(64, 40), (71, 130)])
+def test_products_with_int8_weights(native: Native, rows: int, num_outputs: int, num_inputs: int) -> None:
+    """Equal to products with the rounded weights, which are as near as they should be; an output of zeros has no scale to divide by."""
+    generator = torch.Generator().manual_seed(rows)
+    weight = torch.randn(num_outputs, num_inputs, generator=generator) * torch.logspace(-3, 3, num_outputs)[:, None]
+    weight[5] = 0
+    if not native.has_int8:
+        with pytest.raises(ValueError, match="compute_dtype: int8"):
+            make_int8_linear(weight, None, native)
+        return
+    x = torch.randn(rows, num_inputs, generator=generator).bfloat16()
+    step = weight.abs().amax(1, keepdim=True) / 127
+    rounded = torch.where(step > 0, (weight / step).round() * step, 0.0)
+    assert ((rounded - weight).abs() <= step * 0.5001).all()
+    got = native.linear(x, native.pack_int8(weight), None, torch.float32).double()
+    error = (got - F.linear(x.double(), rounded.double())).abs()
+    assert (error <= 1e-5 * F.linear(x.double().abs(), rounded.double().abs())).all()

@@ -53,9 +53,10 @@ class Chunk:
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight [out, in] in the blocks of ``linear.cpp``."""
+    """A weight [out, in] in the blocks of ``linear.cpp``: bfloat16, or uint8, sign and magnitude, with ``scales`` [out] float32."""
 
     values: torch.Tensor
+    scales: torch.Tensor | None
     num_outputs: int
     num_inputs: int
 
@@ -78,8 +79,9 @@ class Native:
         library.pdd_span.restype = library.pdd_linear_block.restype = _LONG
         self._span = int(library.pdd_span())
         self._block = int(library.pdd_linear_block())
+        self._int8 = bool(library.pdd_linear_has_int8())
         if self._block:
-            self._linear = _function(library.pdd_linear, _INT, *[_POINTER] * 4, *[_LONG] * 3)
+            self._linear = _function(library.pdd_linear, _INT, *[_POINTER] * 5, *[_LONG] * 3)
             self._attend_chunk = _function(
                 library.pdd_attend_chunk,
                 *(*[_POINTER] * 4, *[_LONG] * 3, _POINTER, _FLOAT, _FLOAT, *[_POINTER] * 3, *[_LONG] * 4),
@@ -229,22 +231,43 @@ class Native:
             *(kv_heads, heads // kv_heads, page_size, dim),
         )
 
-    def can_pack(self, weight: torch.Tensor) -> bool:
-        """Whether this processor has products for ``weight`` [out, in] that are worth packing it."""
-        return self._block > 0 and weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
+    def can_pack(self, num_inputs: int) -> bool:
+        """Whether this processor has products of bfloat16 pairs, and weights of ``num_inputs`` can be packed for them."""
+        return self._block > 0 and num_inputs % 2 == 0
+
+    @property
+    def has_int8(self) -> bool:
+        """Whether it has products with int8 weights, too."""
+        return self._int8
 
     def pack(self, weight: torch.Tensor) -> PackedWeight:
-        """``weight`` must be one that ``can_pack`` admits. A copy."""
-        outputs, inputs = weight.shape
-        padded = F.pad(weight, (0, 0, 0, -outputs % self._block))
-        blocks = padded.view(-1, self._block, inputs // 2, 2).transpose(1, 2)
-        return PackedWeight(blocks.clone(memory_format=torch.contiguous_format), outputs, inputs)
+        """``weight`` [out, in] bfloat16, of which ``can_pack`` admits the inputs. A copy."""
+        return PackedWeight(self._blocks(weight), None, *weight.shape)
+
+    def pack_int8(self, weight: torch.Tensor) -> PackedWeight:
+        """As ``pack``, of a ``weight`` of any float dtype rounded to 255 steps per output, symmetric: off by up to 1/254 of the output's
+        largest weight. Needs ``has_int8``, too."""
+        wide = weight.float()
+        scales = (wide.abs().amax(1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+        steps = (wide / scales[:, None]).round().to(torch.int16)
+        blocks = self._blocks((steps.abs() | (steps < 0).short() << 7).to(torch.uint8))
+        # Of each 16 bytes, 8 are for the first and 8 for the second register of 32 products.
+        ordered = blocks.view(-1, 2, 4, 8).transpose(1, 2).contiguous().view(blocks.shape)
+        return PackedWeight(ordered, scales, *weight.shape)
 
     def linear(self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """``x`` [rows, in] bfloat16 -> [rows, out] in ``dtype``, sums in float32. ``bias`` [out] float32."""
         out = torch.empty((len(x), weight.num_outputs), dtype=dtype)
-        self._linear(*(_FORMATS[dtype], *_pointers(x, weight.values, bias), out.data_ptr(), len(x), weight.num_inputs, weight.num_outputs))
+        self._linear(
+            *(_FORMATS[dtype], *_pointers(x, weight.values, weight.scales, bias), out.data_ptr()),
+            *(len(x), weight.num_inputs, weight.num_outputs),
+        )
         return out
+
+    def _blocks(self, weight: torch.Tensor) -> torch.Tensor:
+        padded = F.pad(weight, (0, 0, 0, -len(weight) % self._block))
+        blocks = padded.view(-1, self._block, weight.shape[1] // 2, 2).transpose(1, 2)
+        return blocks.clone(memory_format=torch.contiguous_format)
 
 
 def fits(head_dim: int, group: int) -> bool:

@@ -288,6 +288,20 @@ def test_without_a_compiler_the_plain_operations_run_and_are_counted(
         assert np.abs(engine.logits(rows)[0] - want).max() < (1e-4 if compute_dtype == "float32" else 4e-2 * np.abs(want).max())
 
 
+def test_int8_weights_are_near_or_refused(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Near the model, and not the model; refused by name where there are no products for them."""
+    config = replace(CONFIG, compute_dtype="int8")
+    if Native(None).has_int8:
+        rows = step_of([(ids_of(14, 20), 0, TABLE)], [0])
+        want = oracle.logits(model_dir, rows.token_ids.tolist())[-1]
+        error = np.abs(create(str(model_dir), config).logits(rows)[0] - want).max() / np.abs(want).max()
+        bfloat16_error = np.abs(create(str(model_dir), replace(config, compute_dtype="bfloat16")).logits(rows)[0] - want).max()
+        assert bfloat16_error / np.abs(want).max() < error < 8e-2
+    monkeypatch.setattr(Native, "has_int8", False)
+    with pytest.raises(ValueError, match="compute_dtype: int8 needs"):
+        create(str(model_dir), config)
+
+
 @pytest.mark.parametrize("tie", [False, True])
 def test_the_head_is_the_checkpoints(tmp_path: Path, tie: bool) -> None:
     model_dir = make_tiny_llama(tmp_path, tie=tie)
