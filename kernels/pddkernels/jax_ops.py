@@ -1,7 +1,7 @@
 """Which path JAX's operations take on a device: the one place where that is chosen, and the only kernels module that the JAX engine calls.
 
 On a TPU that :mod:`pddkernels.ragged_paged_attention.block_sizes` knows the Pallas kernels run; anywhere else the portable XLA path, on a
-CPU with native kernels for what a decode step is bound by: products with few columns and attention of rows with one new token.
+CPU with native kernels for attention and for products with few columns, which bound a decode step.
 Portable where a kernel was to be expected is a *fallback*: named in :attr:`JaxOps.fallbacks`, which the engine shows.
 
 An object stands for one layer's attention on one device: with tensor parallelism its heads are the device's own.
@@ -62,12 +62,16 @@ class JaxOps:
             return 2 * self.kv_heads, self.head_dim
         return 2 * padded_heads(self.kv_heads), padded_dim(self.head_dim)
 
+    @property
+    def _attends_natively(self) -> bool:
+        return self.native and native_calls.has_attention(self.kv_dtype)
+
     def plan(self, row_starts: np.ndarray, context_lens: np.ndarray, num_tokens: int, max_rows: int) -> tuple[np.ndarray, ...]:
         """What :meth:`attend` needs of a step besides page tables: host arrays, their shapes given by ``num_tokens`` and ``max_rows``.
 
         ``row_starts`` [R+1] with ``row_starts[R] <= num_tokens``, ``context_lens`` [R], R up to ``max_rows``.
         """
-        if self.path == "portable":
+        if self.path == "portable" and not self._attends_natively:
             large, small = portable_xla.plan_query_blocks(row_starts, context_lens, num_tokens, max_rows)
             return large.fields, np.asarray(large.count), small.fields, np.asarray(small.count)
         num_rows = len(context_lens)
@@ -88,6 +92,9 @@ class JaxOps:
 
         Returns [T, heads, dim], float32 or the queries' dtype; zeros for tokens of no row.
         """
+        if self._attends_natively:
+            row_starts, context_lens, num_rows = plan
+            return native_calls.attend_ragged(queries, pages, page_tables, row_starts, context_lens, num_rows, options, sinks)
         if self.path == "portable":
             large_fields, large_count, small_fields, small_count = plan
             large, small = (large_fields, large_count), (small_fields, small_count)
@@ -106,7 +113,7 @@ class JaxOps:
         sinks: jax.Array | None = None,
     ) -> jax.Array:
         """One new token per row: ``queries`` [R, heads, dim] · ``context_lens`` [R] · ``num_new`` [R]: 1, then 0 for padding."""
-        if self.native and native_calls.has_attend_decode(pages.dtype, self.kv_dtype):
+        if self._attends_natively:
             return native_calls.attend_decode(queries, pages, page_tables, context_lens, num_new, options, sinks)
         if self.path == "portable":
             return portable_xla.decode_attention(queries, pages, page_tables, context_lens, num_new, options, self.kv_dtype, sinks)
@@ -207,7 +214,7 @@ def choose(
         except NativeUnavailableError as error:
             logger.warning("%s", error)
             return JaxOps("portable", kv_dtype, kv_heads, head_dim, fallbacks=(error.reason,))
-        unserved = () if native_calls.has_attend_decode(xla_pages.storage_dtype(kv_dtype), kv_dtype) else ("portable_attention_kv_dtype",)
+        unserved = () if native_calls.has_attention(kv_dtype) else ("portable_attention_kv_dtype",)
         return JaxOps("portable", kv_dtype, kv_heads, head_dim, fallbacks=unserved, native=True)
     reasons = []
     generation = generation_of(device.device_kind) if device.platform == "tpu" else None

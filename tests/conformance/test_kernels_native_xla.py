@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from pddkernels.jax_ops import JaxOps, choose
 from pddkernels.kv_pages.portable_xla import encode
-from tests.conformance.kernel_suite import check_attention, check_float32
+from tests.conformance.kernel_suite import FIXED_BATCHES, REAL_BATCHES, check_attention, check_float32
 from tests.support.ragged_batches import BatchSpec, RaggedBatch, RowSpec, batch_specs, make_batch
 
 # Around the spans in which long rows are cut, and a row that has no token.
@@ -25,6 +25,12 @@ BATCHES = {
     "one row": BatchSpec((RowSpec(15, 1),), num_kv_heads=1, group=1, dim=64, page_size=16),
 }
 
+CHUNKS = {
+    "chunks over blocks": BatchSpec((RowSpec(200, 90), RowSpec(600, 30), RowSpec(0, 300)), num_kv_heads=3, group=3, dim=64, page_size=12),
+    "chunks and a window": BatchSpec((RowSpec(700, 90), RowSpec(0, 330), RowSpec(300, 1)), 2, 5, 80, page_size=16, window=100, sinks=True),
+    "chunks, window and cap": BatchSpec((RowSpec(301, 90), RowSpec(40, 130)), 1, 30, 96, page_size=16, window=65, soft_cap=2.0),
+}
+
 
 def ops_for(kv_heads: int, dim: int, kv_dtype: str) -> JaxOps:
     shape = {"num_heads": kv_heads, "kv_heads": kv_heads, "head_dim": dim, "max_rows": 8, "pages_per_row": 8}
@@ -32,6 +38,21 @@ def ops_for(kv_heads: int, dim: int, kv_dtype: str) -> JaxOps:
     assert ops.native
     assert ops.fallbacks == ()
     return ops
+
+
+def ragged(batch: RaggedBatch) -> np.ndarray:
+    """In arrays with room for three more tokens and a row."""
+    dtype = jnp.dtype(batch.k_pages.dtype)
+    ops = ops_for(batch.k_pages.shape[1], batch.k_pages.shape[3], dtype.name)
+    num_tokens, num_rows = len(batch.queries), len(batch.context_lens)
+    queries = np.pad(batch.queries.astype(np.float32), ((0, 3), (0, 0), (0, 0)), constant_values=np.nan)
+    tables = np.pad(batch.page_tables, ((0, 1), (0, 0)))
+    pages = encode(jnp.asarray(batch.interleaved_pages), dtype)
+    plan = ops.plan(batch.row_starts, batch.context_lens, num_tokens + 3, num_rows + 1)
+    sinks = None if batch.sinks is None else jnp.asarray(batch.sinks)
+    out = np.asarray(jax.jit(ops.attend, static_argnames="options")(queries, pages, tables, plan, options=batch.options, sinks=sinks))
+    assert not out[num_tokens:].any()
+    return out[:num_tokens].astype(np.float64)
 
 
 def attention(batch: RaggedBatch) -> np.ndarray:
@@ -58,10 +79,26 @@ def test_fixed_batches(name: str) -> None:
     check_attention(attention, BATCHES[name])
 
 
-@settings(max_examples=15, deadline=None)
+@pytest.mark.parametrize("name", [*FIXED_BATCHES, *CHUNKS])
+def test_fixed_ragged_batches(name: str) -> None:
+    check_attention(ragged, (FIXED_BATCHES | CHUNKS)[name])
+
+
+@pytest.mark.parametrize("name", REAL_BATCHES)
+def test_heads_of_real_models(name: str) -> None:
+    check_attention(ragged, REAL_BATCHES[name])
+
+
+@settings(max_examples=10, deadline=None)
 @given(spec=batch_specs().map(decode_only))
 def test_drawn_batches(spec: BatchSpec) -> None:
     check_attention(attention, spec)
+
+
+@settings(max_examples=10, deadline=None)
+@given(spec=batch_specs())
+def test_drawn_ragged_batches(spec: BatchSpec) -> None:
+    check_attention(ragged, spec)
 
 
 @settings(max_examples=5, deadline=None)
@@ -70,12 +107,20 @@ def test_tiny_heads(spec: BatchSpec) -> None:
     check_float32(attention, spec)
 
 
+@settings(max_examples=5, deadline=None)
+@given(spec=batch_specs(dims=(4, 10)))
+def test_tiny_ragged_heads(spec: BatchSpec) -> None:
+    check_float32(ragged, spec)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @settings(max_examples=300, deadline=None)
-@given(spec=batch_specs().map(decode_only))
+@given(spec=batch_specs())
 def test_many_drawn_batches(spec: BatchSpec) -> None:
-    check_attention(attention, spec)
+    check_attention(ragged, spec)
+    if any(row.num_new == 1 for row in spec.rows):
+        check_attention(attention, decode_only(spec))
 
 
 def test_a_row_is_the_same_to_the_bit_beside_any_others() -> None:

@@ -1,6 +1,7 @@
-// Attention of rows with one new token over interleaved pages [pages, page_size, 2 * kv_heads, dim], straight from the pages.
+// Attention over interleaved pages [pages, page_size, 2 * kv_heads, dim], straight from the pages: rows with one new token here, others by
+// chunks.h.
 //
-// A row's keys are cut into spans at absolute multiples of kSpan positions, so how a row is computed depends on the row alone. Every (span,
+// The keys of a row with one new token are cut into spans at absolute multiples of kSpan positions, so how a row is computed depends on the row alone. Every (span,
 // KV head) is a part: scores, their maximum, the sum of their exponentials and the weighted sum of values, float32. Then each row's spans are
 // merged (the online softmax of arXiv:1805.02867).
 #include <vector>
@@ -11,18 +12,30 @@
 namespace ffi = xla::ffi;
 
 namespace pdd {
+
+struct Shape {
+  long heads, kv_heads, dim, page_size;
+  float scale, soft_cap;  // soft_cap 0: none
+};
+
+}  // namespace pdd
+
+#include "chunks.h"
+
+namespace pdd {
 namespace {
 
 constexpr long kSpan = 256;
 constexpr long kFetchAhead = 4;  // keys
 
-struct Span {
-  long row, begin, end;
+// A row's new token, the `token`-th of the batch, at `position`.
+struct Row {
+  const std::int32_t* table;
+  long token, position;
 };
 
-struct Shape {
-  long heads, kv_heads, dim, page_size;
-  float scale, soft_cap;  // soft_cap 0: none
+struct Span {
+  long row, begin, end;
 };
 
 // Calls visit(position - begin, the head's first value of the token) for every position of the span; a token's values are `stride` apart.
@@ -155,50 +168,97 @@ void merge(const Shape& shape, const float* maxima, const float* sums, const flo
 }
 
 template <class Page>
-void attend(ffi::ThreadPool& pool, const float* queries, const Page* pages, const std::int32_t* tables, long table_width,
-            const std::int32_t* context_lens, const std::int32_t* num_new, long rows, const float* sinks, long window, const Shape& shape,
-            float* out) {
+void attend_rows(ffi::ThreadPool& pool, const std::vector<Row>& rows, const float* queries, const Page* pages, const Shape& shape,
+                 long window, const float* sinks, float* out) {
   std::vector<Span> spans;
   std::vector<long> first_spans;
-  for (long row = 0; row < rows; ++row) {
+  for (const Row& row : rows) {
     first_spans.push_back(long(spans.size()));
-    const long end = num_new[row] ? context_lens[row] + 1 : 0;
+    const long end = row.position + 1;
     for (long begin = window > 0 ? std::max(0L, end - window) : 0; begin < end; begin = (begin / kSpan + 1) * kSpan)
-      spans.push_back({row, begin, std::min(end, (begin / kSpan + 1) * kSpan)});
+      spans.push_back({long(first_spans.size()) - 1, begin, std::min(end, (begin / kSpan + 1) * kSpan)});
   }
   first_spans.push_back(long(spans.size()));
-  const long num_spans = long(spans.size()), group = shape.heads / shape.kv_heads;
-  std::vector<float> scratch(num_spans * shape.heads * (shape.dim + 2));
+  const long num_spans = long(spans.size()), group = shape.heads / shape.kv_heads, values = shape.heads * shape.dim;
+  std::vector<float> scratch(num_spans * (2 * shape.heads + values));
   float *maxima = scratch.data(), *sums = maxima + num_spans * shape.heads, *parts = sums + num_spans * shape.heads;
   parallel(pool, num_spans * shape.kv_heads, [&](long part) {
     const long kv_head = part % shape.kv_heads, index = part / shape.kv_heads;
-    const Span& span = spans[index];
+    const Row& row = rows[spans[index].row];
     const long first = index * shape.heads + kv_head * group;
-    attend_span(queries + (span.row * shape.heads + kv_head * group) * shape.dim, pages + 2 * kv_head * shape.dim,
-                tables + span.row * table_width, span, shape, maxima + first, sums + first, parts + first * shape.dim);
+    attend_span(queries + row.token * values + kv_head * group * shape.dim, pages + 2 * kv_head * shape.dim, row.table, spans[index], shape,
+                maxima + first, sums + first, parts + first * shape.dim);
   });
-  for (long row = 0; row < rows; ++row) {
+  for (long row = 0; row < long(rows.size()); ++row) {
     const long begin = first_spans[row], count = first_spans[row + 1] - begin;
-    float* to = out + row * shape.heads * shape.dim;
-    if (count == 0) std::fill(to, to + shape.heads * shape.dim, 0.0f);
-    else merge(shape, maxima + begin * shape.heads, sums + begin * shape.heads, parts + begin * shape.heads * shape.dim, count, sinks, to);
+    merge(shape, maxima + begin * shape.heads, sums + begin * shape.heads, parts + begin * values, count, sinks,
+          out + rows[row].token * values);
   }
 }
 
-ffi::Error run(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> queries, ffi::AnyBuffer pages, ffi::Buffer<ffi::S32> tables,
-               ffi::Buffer<ffi::S32> context_lens, ffi::Buffer<ffi::S32> num_new, ffi::Buffer<ffi::F32> sinks, float scale, float soft_cap,
-               std::int64_t window, ffi::ResultBuffer<ffi::F32> out) {
-  const auto query_dims = queries.dimensions(), page_dims = pages.dimensions();
-  const Shape shape{query_dims[1], page_dims[2] / 2, query_dims[2], page_dims[1], scale, soft_cap};
-  const float* sink = sinks.element_count() == 0 ? nullptr : sinks.typed_data();
-  const auto with = [&](auto* values) {
-    attend(pool, queries.typed_data(), values, tables.typed_data(), tables.dimensions()[1], context_lens.typed_data(), num_new.typed_data(),
-           query_dims[0], sink, window, shape, out->typed_data());
-  };
+template <class Page>
+void attend(ffi::ThreadPool& pool, const float* queries, const Page* pages, const std::int32_t* tables, long table_width,
+            const std::int32_t* row_starts, const std::int32_t* context_lens, long num_rows, long num_tokens, const float* sinks, long window,
+            const Shape& shape, float* out) {
+  const long group = shape.heads / shape.kv_heads, columns = kMostVectors * kLanes;
+  std::vector<Row> rows;
+  std::vector<QueryBlock> blocks;
+  for (long row = 0; row < num_rows; ++row) {
+    const std::int32_t* table = tables + row * table_width;
+    const long start = row_starts[row], stop = row_starts[row + 1];
+    if (stop - start == 1) rows.push_back({table, start, context_lens[row]});
+    if (stop - start <= 1) continue;
+    const long heads = std::min(group, columns / 4), tokens = columns / heads;
+    for (long token = start; token < stop; token += tokens)
+      for (long head = 0; head < shape.heads; head += std::min(heads, group - head % group))
+        blocks.push_back({table, token, std::min(tokens, stop - token), context_lens[row] + token - start, head,
+                          std::min(heads, group - head % group), head / group});
+  }
+  attend_rows(pool, rows, queries, pages, shape, window, sinks, out);
+  const long last = long(blocks.size()) - 1;  // a row's last blocks see the most keys, so they come first
+  parallel(pool, last + 1, [&](long part) { attend_block(blocks[last - part], queries, pages, shape, window, sinks, out); });
+  std::fill(out + row_starts[num_rows] * shape.heads * shape.dim, out + num_tokens * shape.heads * shape.dim, 0.0f);
+}
+
+// Calls with(pages in their format).
+template <class With>
+ffi::Error with_pages(const ffi::AnyBuffer& pages, With with) {
   if (pages.element_type() == ffi::F32) with((const float*)pages.untyped_data());
   else if (pages.element_type() == ffi::U16) with((const bfloat16*)pages.untyped_data());
-  else return ffi::Error::InvalidArgument("pdd_attend_decode: pages must be float32, or bfloat16 as uint16");
+  else return ffi::Error::InvalidArgument("pages must be float32, or bfloat16 as uint16");
   return ffi::Error::Success();
+}
+
+Shape shape_of(ffi::Buffer<ffi::F32>& queries, const ffi::AnyBuffer& pages, float scale, float soft_cap) {
+  const auto query_dims = queries.dimensions(), page_dims = pages.dimensions();
+  return {query_dims[1], page_dims[2] / 2, query_dims[2], page_dims[1], scale, soft_cap};
+}
+
+const float* sinks_in(ffi::Buffer<ffi::F32>& sinks) { return sinks.element_count() == 0 ? nullptr : sinks.typed_data(); }
+
+ffi::Error decode(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> queries, ffi::AnyBuffer pages, ffi::Buffer<ffi::S32> tables,
+                  ffi::Buffer<ffi::S32> context_lens, ffi::Buffer<ffi::S32> num_new, ffi::Buffer<ffi::F32> sinks, float scale, float soft_cap,
+                  std::int64_t window, ffi::ResultBuffer<ffi::F32> out) {
+  const Shape shape = shape_of(queries, pages, scale, soft_cap);
+  std::vector<Row> rows;
+  for (long row = 0; row < queries.dimensions()[0]; ++row) {
+    float* to = out->typed_data() + row * shape.heads * shape.dim;
+    if (num_new.typed_data()[row] == 0) std::fill(to, to + shape.heads * shape.dim, 0.0f);
+    else rows.push_back({tables.typed_data() + row * tables.dimensions()[1], row, context_lens.typed_data()[row]});
+  }
+  return with_pages(pages, [&](auto* values) {
+    attend_rows(pool, rows, queries.typed_data(), values, shape, window, sinks_in(sinks), out->typed_data());
+  });
+}
+
+ffi::Error ragged(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> queries, ffi::AnyBuffer pages, ffi::Buffer<ffi::S32> tables,
+                  ffi::Buffer<ffi::S32> row_starts, ffi::Buffer<ffi::S32> context_lens, ffi::Buffer<ffi::S32> num_rows,
+                  ffi::Buffer<ffi::F32> sinks, float scale, float soft_cap, std::int64_t window, ffi::ResultBuffer<ffi::F32> out) {
+  const Shape shape = shape_of(queries, pages, scale, soft_cap);
+  return with_pages(pages, [&](auto* values) {
+    attend(pool, queries.typed_data(), values, tables.typed_data(), tables.dimensions()[1], row_starts.typed_data(),
+           context_lens.typed_data(), num_rows.typed_data()[0], queries.dimensions()[0], sinks_in(sinks), window, shape, out->typed_data());
+  });
 }
 
 }  // namespace
@@ -206,11 +266,28 @@ ffi::Error run(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> queries, ffi::AnyBuff
 
 // queries [R, heads, dim] · pages · tables [R, P] · context_lens, num_new (0 or 1) [R] · sinks [heads] or [0] -> [R, heads, dim]; zeros for
 // rows without a new token. window 0: none.
-XLA_FFI_DEFINE_HANDLER_SYMBOL(pdd_attend_decode, pdd::run,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(pdd_attend_decode, pdd::decode,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Attr<float>("scale")
+                                  .Attr<float>("soft_cap")
+                                  .Attr<std::int64_t>("window")
+                                  .Ret<ffi::Buffer<ffi::F32>>());
+
+// queries [T, heads, dim] · pages · tables [R, P] · row_starts [R + 1], context_lens [R], the first num_rows [1] of them valid · sinks
+// -> [T, heads, dim]; zeros for tokens of no row.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(pdd_attend_ragged, pdd::ragged,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()

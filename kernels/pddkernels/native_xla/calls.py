@@ -16,7 +16,7 @@ from pddkernels.native.build import compiled
 from pddkernels.ragged_paged_attention.options import AttentionOptions
 
 _SOURCES: Final = Path(__file__).parent
-_TARGETS: Final = ("pdd_product", "pdd_attend_decode")
+_TARGETS: Final = ("pdd_product", "pdd_attend_decode", "pdd_attend_ragged")
 _COLUMNS: Final = (1, 4, 8, 16)
 
 
@@ -42,9 +42,9 @@ def product(weight: jax.Array, x: jax.Array) -> jax.Array:
     return out[:, :num_columns]
 
 
-def has_attend_decode(pages_dtype: jnp.dtype, kv_dtype: jnp.dtype) -> bool:
-    """Whether :func:`attend_decode` takes such pages: float32, or bfloat16 kept as uint16."""
-    return (pages_dtype, kv_dtype) in ((jnp.float32, jnp.float32), (jnp.uint16, jnp.bfloat16))
+def has_attention(kv_dtype: jnp.dtype) -> bool:
+    """Whether pages of a KV dtype can be attended to: float32, and bfloat16 kept as uint16."""
+    return kv_dtype in (jnp.float32, jnp.bfloat16)
 
 
 def attend_decode(
@@ -57,14 +57,31 @@ def attend_decode(
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     """See :meth:`pddkernels.jax_ops.JaxOps.attend_decode`; a row's numbers do not depend on the others. Float32 [R, heads, dim]."""
-    sinks = jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
-    return _call("pdd_attend_decode", queries.shape)(
+    return _attend("pdd_attend_decode", queries, (pages, page_tables, context_lens, num_new), options, sinks)
+
+
+def attend_ragged(
+    queries: jax.Array,
+    pages: jax.Array,
+    page_tables: jax.Array,
+    row_starts: jax.Array,
+    context_lens: jax.Array,
+    num_rows: jax.Array,
+    options: AttentionOptions,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
+    """``queries`` [T, heads, dim], rows back to back, ``row_starts`` [R+1], ``context_lens`` [R], of which ``num_rows`` [1] are valid.
+
+    Returns float32 [T, heads, dim]; zeros for tokens of no row. A row of one token is computed as in a decode step.
+    """
+    return _attend("pdd_attend_ragged", queries, (pages, page_tables, row_starts, context_lens, num_rows), options, sinks)
+
+
+def _attend(target: str, queries: jax.Array, rows: tuple[jax.Array, ...], options: AttentionOptions, sinks: jax.Array | None) -> jax.Array:
+    return _call(target, queries.shape)(
         queries.astype(jnp.float32),
-        pages,
-        page_tables,
-        context_lens,
-        num_new,
-        sinks,
+        *rows,
+        jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32),
         scale=np.float32(options.scale),
         soft_cap=np.float32(options.soft_cap or 0),
         window=np.int64(options.window or 0),
