@@ -70,8 +70,10 @@ void attend_block(const QueryBlock& block, const float* queries, const void* pag
   constexpr int kWidth = kVectors * kLanes;
   const long dim = shape.dim;
   thread_local std::vector<float> scratch;
-  scratch.assign((2 * dim + kBlockKeys) * kWidth + 2 * kBlockKeys * dim, 0.0f);
-  float *q = scratch.data(), *sums = q + dim * kWidth, *scores = sums + dim * kWidth;  // [dim][width], [dim][width], [keys][width]
+  scratch.assign((2 * dim + kBlockKeys) * kWidth + 2 * kBlockKeys * dim + kLanes, 0.0f);
+  // On a cache line, else every other load of a vector takes two of them.
+  float* aligned = (float*)((std::uintptr_t(scratch.data()) + sizeof(floats) - 1) / sizeof(floats) * sizeof(floats));
+  float *q = aligned, *sums = q + dim * kWidth, *scores = sums + dim * kWidth;  // [dim][width], [dim][width], [keys][width]
   float *keys = scores + kBlockKeys * kWidth, *values = keys + kBlockKeys * dim;       // [keys][dim] each
   float positions[kWidth], maxima[kWidth], totals[kWidth];
   for (int column = 0; column < kWidth; ++column) {
