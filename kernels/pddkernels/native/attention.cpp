@@ -38,38 +38,55 @@ struct Keys {
   const std::int32_t* table;  // of the row
   long page_size, kv_heads, head, dim, begin, end;
 
-  // Calls visit(position - begin, offset of the token's values in a plane) for every position.
-  template <class Visit>
-  void each(Visit visit) const {
+  // Where each position's values start in a plane; filled up to whole vectors with the last one.
+  void offsets(long (&of)[kSpan]) const {
+    long count = 0;
     for (long position = begin; position < end;) {
       const long slot = position % page_size;
       const long stop = std::min(end, position - slot + page_size);
       long offset = ((long(table[position / page_size]) * kv_heads + head) * page_size + slot) * dim;
-      for (; position < stop; ++position, offset += dim) visit(position - begin, offset);
+      for (; position < stop; ++position, offset += dim) of[count++] = offset;
     }
+    for (; count % kLanes != 0; ++count) of[count] = of[count - 1];
   }
 };
 
+// A head's part of a page is a few KiB and its next one is elsewhere: too short for the processor to see a pattern, so it is told.
+constexpr long kAhead = 32;
+
+template <class Page>
+inline void prefetch(const Page* at, int vectors) {
+  for (long byte = 0; byte < long(vectors * kLanes * sizeof(Page)); byte += 64) __builtin_prefetch((const char*)at + byte);
+}
+
 // kVectors: dim / 16. kHeads query heads of one KV head at a time, so that a key is widened once and sums stay in registers.
 template <class Page, int kVectors, int kHeads>
-void attend_vectors(const float* queries, const Page* k, const Page* v, const Keys& keys, float soft_cap, float* out, float* maxima,
-                    float* sums) {
+void attend_vectors(const float* queries, const Page* k, const Page* v, const long (&offsets)[kSpan], long count, float soft_cap, float* out,
+                    float* maxima, float* sums) {
   float scores[kHeads][kSpan];
   floats q[kHeads][kVectors];
   for (int h = 0; h < kHeads; ++h)
     for (int i = 0; i < kVectors; ++i) q[h][i] = load(queries + (h * kVectors + i) * kLanes);
-  keys.each([&](long at, long offset) {
-    floats sum[kHeads] = {};
+  const long last = count - 1;
+  for (long t = 0; t < count; t += kLanes) {
+    floats products[kHeads][kLanes];
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const Page* key = k + offsets[t + lane];
+      prefetch(k + offsets[std::min(t + lane + kAhead, last)], kVectors);
+      prefetch(v + offsets[t + lane], kVectors);
+      floats sum[kHeads] = {};
 #pragma GCC unroll 8
-    for (int i = 0; i < kVectors; ++i) {
-      const floats key = load(k + offset + i * kLanes);
+      for (int i = 0; i < kVectors; ++i) {
+        const floats part = load(key + i * kLanes);
 #pragma GCC unroll 4
-      for (int h = 0; h < kHeads; ++h) sum[h] += key * q[h][i];
+        for (int h = 0; h < kHeads; ++h) sum[h] += part * q[h][i];
+      }
+#pragma GCC unroll 4
+      for (int h = 0; h < kHeads; ++h) products[h][lane] = sum[h];
     }
 #pragma GCC unroll 4
-    for (int h = 0; h < kHeads; ++h) scores[h][at] = total(sum[h]);
-  });
-  const long count = keys.end - keys.begin;
+    for (int h = 0; h < kHeads; ++h) store(scores[h] + t, totals(products[h]));
+  }
   for (int h = 0; h < kHeads; ++h) {
     if (soft_cap > 0)
       for (long t = 0; t < count; ++t) scores[h][t] = soft_cap * std::tanh(scores[h][t] / soft_cap);
@@ -85,58 +102,64 @@ void attend_vectors(const float* queries, const Page* k, const Page* v, const Ke
     sums[h] = sum;
   }
   floats weighted[kHeads][kVectors] = {};
-  keys.each([&](long at, long offset) {
+  for (long t = 0; t < count; ++t) {
+    const Page* value = v + offsets[t];
 #pragma GCC unroll 8
     for (int i = 0; i < kVectors; ++i) {
-      const floats value = load(v + offset + i * kLanes);
+      const floats part = load(value + i * kLanes);
 #pragma GCC unroll 4
-      for (int h = 0; h < kHeads; ++h) weighted[h][i] += value * scores[h][at];
+      for (int h = 0; h < kHeads; ++h) weighted[h][i] += part * scores[h][t];
     }
-  });
+  }
   for (int h = 0; h < kHeads; ++h)
     for (int i = 0; i < kVectors; ++i) store(out + (h * kVectors + i) * kLanes, weighted[h][i]);
 }
 
 // Any dim, one query head.
 template <class Page>
-void attend_any(const float* q, const Page* k, const Page* v, const Keys& keys, float soft_cap, float* out, float* maximum, float* sum) {
+void attend_any(const float* q, const Page* k, const Page* v, const long (&offsets)[kSpan], long count, long dim, float soft_cap, float* out,
+                float* maximum, float* sum) {
   float scores[kSpan];
-  const long dim = keys.dim, count = keys.end - keys.begin;
-  keys.each([&](long at, long offset) {
+  for (long t = 0; t < count; ++t) {
+    const Page* key = k + offsets[t];
     float score = 0;
 #pragma omp simd reduction(+ : score)
-    for (long i = 0; i < dim; ++i) score += q[i] * widen(k[offset + i]);
-    scores[at] = soft_cap > 0 ? soft_cap * std::tanh(score / soft_cap) : score;
-  });
+    for (long i = 0; i < dim; ++i) score += q[i] * widen(key[i]);
+    scores[t] = soft_cap > 0 ? soft_cap * std::tanh(score / soft_cap) : score;
+  }
   *maximum = *std::max_element(scores, scores + count);
   *sum = 0;
   for (long t = 0; t < count; ++t) *sum += scores[t] = exponential(scores[t] - *maximum);
   std::fill(out, out + dim, 0.0f);
-  keys.each([&](long at, long offset) {
-    for (long i = 0; i < dim; ++i) out[i] += scores[at] * widen(v[offset + i]);
-  });
+  for (long t = 0; t < count; ++t) {
+    const Page* value = v + offsets[t];
+    for (long i = 0; i < dim; ++i) out[i] += scores[t] * widen(value[i]);
+  }
 }
 
 template <class Page, int kVectors>
 void attend_heads(const float* q, const Page* k, const Page* v, const Keys& keys, float soft_cap, float* out, float* maxima, float* sums,
                   long heads) {
+  long offsets[kSpan];
+  keys.offsets(offsets);
+  const long count = keys.end - keys.begin;
   for (long h = 0; h < heads;) {
     const float* at = q + h * keys.dim;
     float* to = out + h * keys.dim;
     if constexpr (kVectors == 0) {
-      attend_any(at, k, v, keys, soft_cap, to, maxima + h, sums + h);
+      attend_any(at, k, v, offsets, count, keys.dim, soft_cap, to, maxima + h, sums + h);
       h += 1;
     } else if (heads - h >= 4) {
-      attend_vectors<Page, kVectors, 4>(at, k, v, keys, soft_cap, to, maxima + h, sums + h);
+      attend_vectors<Page, kVectors, 4>(at, k, v, offsets, count, soft_cap, to, maxima + h, sums + h);
       h += 4;
     } else if (heads - h == 3 && kVectors <= 4) {
-      attend_vectors<Page, kVectors, 3>(at, k, v, keys, soft_cap, to, maxima + h, sums + h);
+      attend_vectors<Page, kVectors, 3>(at, k, v, offsets, count, soft_cap, to, maxima + h, sums + h);
       h += 3;
     } else if (heads - h >= 2) {
-      attend_vectors<Page, kVectors, 2>(at, k, v, keys, soft_cap, to, maxima + h, sums + h);
+      attend_vectors<Page, kVectors, 2>(at, k, v, offsets, count, soft_cap, to, maxima + h, sums + h);
       h += 2;
     } else {
-      attend_vectors<Page, kVectors, 1>(at, k, v, keys, soft_cap, to, maxima + h, sums + h);
+      attend_vectors<Page, kVectors, 1>(at, k, v, offsets, count, soft_cap, to, maxima + h, sums + h);
       h += 1;
     }
   }

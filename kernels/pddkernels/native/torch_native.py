@@ -283,5 +283,5 @@ def _function(function: ctypes._NamedFuncPointer, *argtypes: _ArgType) -> ctypes
 
 def _pointers(*tensors: torch.Tensor | None) -> tuple[int | None, ...]:
     for tensor in tensors:
-        assert tensor is None or (tensor.is_contiguous() and tensor.device.type == "cpu")
+        assert tensor is None or (tensor.is_contiguous() and tensor.is_cpu)
     return tuple(None if tensor is None else tensor.data_ptr() for tensor in tensors)
