@@ -24,9 +24,23 @@ def cache_dir() -> Path:
     return Path(os.environ.get("PDD_CACHE") or Path.home() / ".cache" / "pdd")
 
 
-def _fail(message: object) -> typer.Exit:
+def _fail(message: object, status: int = 1) -> typer.Exit:
     Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print(f"pdd: {message}")
-    return typer.Exit(1)
+    return typer.Exit(status)
+
+
+def _writable(option: typer.CallbackParam, path: Path | None) -> Path | None:
+    """Refuse a file that cannot be written before minutes of work, not after."""
+    if path is not None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            was_there = path.exists()
+            path.open("a").close()
+            if not was_there:
+                path.unlink()
+        except OSError as error:
+            raise _fail(f"{option.opts[0]}: given {str(path)!r}, which cannot be written: {error.strerror}", 2) from error
+    return path
 
 
 @app.command()
@@ -114,7 +128,7 @@ def conform(
     threads: Annotated[int, typer.Option(help="of each engine on the host")] = 1,
     page_a: Annotated[int, typer.Option(help="page size of a's KV, tokens")] = 32,
     page_b: Annotated[int, typer.Option(help="page size of b's KV, tokens")] = 16,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write the report here")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", callback=_writable, help="write the report here")] = None,
 ) -> None:
     """Whether two engines on their devices agree, from bytes to whole streams. Exit status 1 when a level fails, 2 for wrong options."""
     from pdd.conform.command import Request, conform_status
@@ -123,8 +137,7 @@ def conform(
     try:
         status = conform_status(request, cache_dir(), _wide_console())
     except (ValueError, OSError, RuntimeError) as error:  # frameworks raise RuntimeError for a device they do not have
-        _fail(error)
-        raise typer.Exit(2) from error
+        raise _fail(error, 2) from error
     raise typer.Exit(status)
 
 
@@ -133,9 +146,10 @@ def compile_targets(
     target: Annotated[list[str], typer.Option("--target", help="tpu-v5e, tpu-v6e, tpu-v5p, cuda-sm80, cuda-sm90, hip-gfx942; or all")],
     small: Annotated[bool, typer.Option("--small", help="each kernel at one shape, no whole steps")] = False,
     jobs: Annotated[int, typer.Option(min=1, help="compiling processes at once")] = 1,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write the rows here")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", callback=_writable, help="write the rows here")] = None,
 ) -> None:
-    """Compile every kernel, and for TPUs whole engine steps, for chips that are not here. Exit status 1 when something does not compile."""
+    """Compile every kernel, and for TPUs whole engine steps, for chips that are not here. Exit status 1 when something does not compile,
+    2 for wrong options."""
     from pdd.compile.command import compile_status
     from pdd.launch.serve import end_on_signal
 
@@ -143,7 +157,7 @@ def compile_targets(
     try:
         raise typer.Exit(compile_status(target, small, jobs, json_file, Console(highlight=False)))
     except (ValueError, OSError) as error:
-        raise _fail(error) from error
+        raise _fail(error, 2) from error
 
 
 @bench.command()
@@ -154,8 +168,8 @@ def ttft(
     output_len: Annotated[int, typer.Option("--random-output-len", help="output tokens")] = 128,
     rate_mbit_s: Annotated[float | None, typer.Option("--link-rate-mbit-s", help="of the emulated link; default: the config's")] = None,
     seed: Annotated[int, typer.Option(help="of the prompts")] = 0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write the figures here")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="draw the figures here (PNG or SVG)")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", callback=_writable, help="write the figures here")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", callback=_writable, help="draw the figures here (PNG or SVG)")] = None,
 ) -> None:
     """Same-site split, cross-site split and PDD in one run on one prompt set: TTFT, gaps, end to end, KV moved."""
     from pdd.bench.ttft import Plan, run, save_plot, show, with_link_rate
@@ -186,8 +200,8 @@ def handoff(
     jitter_ms: Annotated[float, typer.Option(help="of the emulated link")] = 5.0,
     background_tokens: Annotated[int, typer.Option(help="mean size of the other transfers on the link; 0: none")] = 300,
     seed: Annotated[int, typer.Option(help="of tokens and background")] = 0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write the rows here")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="draw them here (PNG or SVG)")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", callback=_writable, help="write the rows here")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", callback=_writable, help="draw them here (PNG or SVG)")] = None,
 ) -> None:
     """Relayed tokens handed to main decode as IDs against as KV: payload, time, spread, and what neighbours feel."""
     from pdd.bench.handoff import Plan, run, save_plot, show
@@ -223,7 +237,7 @@ def engine(
     steps: Annotated[int, typer.Option(help="decode steps per case and round")] = 32,
     rounds: Annotated[int, typer.Option(help="rounds; figures are medians")] = 5,
     threads: Annotated[int, typer.Option(help="compute threads of each subject")] = 2,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write the rows here")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", callback=_writable, help="write the rows here")] = None,
 ) -> None:
     """Prefill and decode throughput per engine and dtype, beside Hugging Face's generate and the machine's own limits."""
     from pdd.bench.engine import Plan, run, show
@@ -260,8 +274,8 @@ def hits(
     rounds: Annotated[int, typer.Option(help="rounds; figures are medians")] = 3,
     threads: Annotated[int, typer.Option(help="compute threads")] = 2,
     seed: Annotated[int, typer.Option(help="of lengths and tokens")] = 0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write the rows here")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="draw them here (PNG or SVG)")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", callback=_writable, help="write the rows here")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", callback=_writable, help="draw them here (PNG or SVG)")] = None,
 ) -> None:
     """Prefill throughput over prefix-hit rates from 0 to 95 %. Exit status 1 when a point dips below the line between its neighbours."""
     from pdd.bench.engine_subject import ChildError
@@ -300,7 +314,7 @@ def steady(
     clients: Annotated[int, typer.Option(help="that each ask one thing after another")] = 3,
     pause_s: Annotated[float, typer.Option(help="mean pause of a client between requests")] = 0.5,
     seed: Annotated[int, typer.Option(help="of the traffic")] = 0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write the report here")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", callback=_writable, help="write the report here")] = None,
 ) -> None:
     """Whether a deployment under mixed traffic stays as it was: compilations, memory, event loops, ledgers. Exit status 1 when not."""
     from pdd.bench.steady import Plan, run, show

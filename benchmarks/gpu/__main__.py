@@ -26,7 +26,7 @@ _RUN_S: Final = 520.0  # under 9 minutes, whatever hangs
 
 
 def main(arguments: list[str]) -> int:
-    """0, or 1 when a check failed."""
+    """0, 1 when a check failed, 2 for a mistake in the options."""
     options = _parser().parse_args(arguments)
     if options.machine:
         print(json.dumps(describe()))
@@ -36,7 +36,8 @@ def main(arguments: list[str]) -> int:
         return 0
     unknown = sorted(set(options.parts) - set(PARTS))
     if unknown:
-        raise SystemExit(f"--parts: given {unknown}, allowed {list(PARTS)}")
+        print(f"--parts: given {unknown}, allowed {list(PARTS)}", file=sys.stderr)
+        return 2
     return _run(options)
 
 
@@ -71,6 +72,11 @@ def _run(options: argparse.Namespace) -> int:
         machine = child.ask_machine()
         print("make gpu: " + ", ".join(f"{name} {value}" for name, value in machine.items()), flush=True)
         path = options.json or _default_path("gpu" in machine and options.device == "cuda")
+        try:
+            _try_to_write(path)
+        except OSError as error:
+            print(f"make gpu: cannot write {str(path)!r}: {error.strerror}", file=sys.stderr)
+            return 2
         results: list[PartResult] = []
 
         def done(result: PartResult) -> None:
@@ -90,6 +96,15 @@ def _run(options: argparse.Namespace) -> int:
     told = ", ".join(f"{counts[status]} {status}" for status in ("passed", "failed", "measured", "skipped"))
     print(f"{told}; seed {seed}, {time.monotonic() - began:.0f} s, {path}")
     return 1 if counts["failed"] else 0
+
+
+def _try_to_write(path: Path) -> None:
+    """Raises OSError now, not when the first part has run. What is in the file stays."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    was_there = path.exists()
+    path.open("a").close()
+    if not was_there:
+        path.unlink()
 
 
 def _divide(parts: list[Part], no_gpu: str | None) -> tuple[list[PartResult], list[Part]]:

@@ -71,6 +71,20 @@ def test_a_failed_check_is_exit_status_1(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert statuses == {"passed": 0, "failed": 1, "skipped": 0}
 
 
+def test_mistakes_are_one_line_and_exit_status_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["--parts", "limits,nonsense"]) == 2
+    monkeypatch.setattr(Child, "ask_machine", lambda self: {})
+    monkeypatch.setenv("OUT", str(tmp_path / "file" / "folder"))
+    (tmp_path / "file").write_text("in the way")
+    assert command.main([]) == 2
+    unknown, unwritable = capsys.readouterr().err.splitlines()
+    assert "given ['nonsense'], allowed" in unknown
+    assert "cannot write" in unwritable
+    assert "file/folder/gpu.json" in unwritable
+
+
 def test_only_what_was_measured_on_a_gpu_replaces_what_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OUT", raising=False)
     assert command._default_path(on_gpu=True) == Path("docs/measurements/gpu.json")

@@ -12,7 +12,9 @@ from typing import NamedTuple
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from pdd.cli import app
 from pdd.compile import children as module
 from pdd.compile.children import Child, Runner, children
 from pdd.compile.table import show
@@ -47,6 +49,21 @@ def test_kernels_for_every_target_and_steps_for_tpus() -> None:
     assert children(["tpu-v6e"], small=True) == [Child("tpu-v6e", "pddkernels.targets", ("--small",))]
     with pytest.raises(ValueError, match="target: given 'cuda-sm70', allowed"):
         children(["cuda-sm70"], small=True)
+
+
+def test_mistakes_are_one_line_before_anything_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdd.launch.serve.end_on_signal", lambda: None)  # what is for a process of its own
+    (tmp_path / "file").write_text("in the way")
+    for options, told in (
+        (["--target", "h100"], "target: given 'h100', allowed"),
+        (["--target", "cuda-sm90", "--json", str(tmp_path)], "--json: given"),
+        (["--target", "cuda-sm90", "--json", str(tmp_path / "file" / "rows.json")], "which cannot be written"),
+    ):
+        done = CliRunner().invoke(app, ["compile", *options])
+        assert done.exit_code == 2
+        assert told in done.stderr
+        assert done.stderr.count("\n") == 1
+        assert done.stdout == ""
 
 
 def test_what_a_compiler_refuses_and_what_does_not_fit_are_failures_with_their_reason(capsys: pytest.CaptureFixture[str]) -> None:
