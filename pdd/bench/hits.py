@@ -33,10 +33,10 @@ class Plan:
     subjects: tuple[tuple[str, str], ...]
     rates: tuple[int, ...] = tuple(range(0, 100, 5))
     prompts: int = 8
-    shortest: int = 200
-    longest: int = 800
+    shortest: int = 300
+    longest: int = 1200
     step_tokens: int = 512
-    rounds: int = 3
+    rounds: int = 2
     threads: int = 2
     kv_dtype: str = "bfloat16"
     seed: int = 0

@@ -20,7 +20,7 @@ OPS = JaxOps("portable", jnp.dtype("float32"), kv_heads=2, head_dim=16)
 
 @pytest.mark.parametrize(
     ("max_rows", "max_step_tokens", "rows", "tokens"),
-    [(8, 256, (1, 4, 8), (16, 64, 256)), (1, 1, (1,), (1,)), (4, 16, (1, 4), (16,)), (17, 100, (1, 4, 8, 16, 17), (16, 64, 100))],
+    [(8, 256, (1, 4, 8), (16, 64, 128, 192, 256)), (1, 1, (1,), (1,)), (4, 16, (1, 4), (16,)), (17, 100, (1, 4, 8, 16, 17), (16, 64, 100))],
 )
 def test_buckets_end_at_the_limit(max_rows: int, max_step_tokens: int, rows: tuple[int, ...], tokens: tuple[int, ...]) -> None:
     buckets = Buckets.up_to(max_rows, max_step_tokens)
@@ -28,6 +28,15 @@ def test_buckets_end_at_the_limit(max_rows: int, max_step_tokens: int, rows: tup
     for size in range(1, max_rows + 1):
         assert size <= pick(buckets.rows, size)
     assert [pick(buckets.rows, bucket) for bucket in rows] == list(rows)
+
+
+@pytest.mark.parametrize("max_step_tokens", [1, 63, 64, 100, 256, 512, 1000, 4096])
+def test_no_step_is_padded_by_more_than_an_eighth_of_the_limit(max_step_tokens: int) -> None:
+    tokens = Buckets.up_to(1, max_step_tokens).tokens
+    assert list(tokens) == sorted(set(tokens))
+    assert tokens[-1] == max_step_tokens
+    assert max(pick(tokens, size) - size for size in range(1, max_step_tokens + 1)) < max(64, max_step_tokens / 8 + 1)
+    assert len(tokens) <= 12
 
 
 @given(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 1000)), min_size=1, max_size=8))
