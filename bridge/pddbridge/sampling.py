@@ -7,7 +7,8 @@ whoever has the token log can go on. The steps, in this order, all in float32:
    (arXiv:1909.05858, as Hugging Face and vLLM do);
 2. frequency penalty times an id's count in the output, then presence penalty for every id in the output, are subtracted;
 3. ``logit_bias`` is added;
-4. while ``position < min_tokens`` every id that would end the request (``params.stop_set``) gets -inf;
+4. -inf for every id outside ``allowed_token_ids`` (if there are any), for the last id of every bad word whose other ids the output ends
+   with and, while ``position < min_tokens``, for every id that would end the request (``params.stop_set``);
 5. temperature 0: the largest logit, lowest id on ties, ends here. Otherwise logits become ``(logit - max) / temperature``;
 6. top-k keeps the k largest, lowest ids first among equals;
 7. top-p keeps, of what top-k left, the smallest set of most likely tokens whose probability is >= top_p, lowest ids first among equals;
@@ -48,6 +49,8 @@ def greedy_suffices(params: SamplingParams, position: int) -> bool:
         and params.frequency_penalty == 0.0
         and params.presence_penalty == 0.0
         and not params.logit_bias
+        and not params.allowed_token_ids
+        and not params.bad_words
         and (position >= params.min_tokens or not params.stop_set)
     )
 
@@ -71,7 +74,7 @@ def sample(
         raise ValueError(f"logits: the largest of {raw.size} is {raw.max()}, a finite number is needed")
     adjusted = adjust_logits(raw, params, prompt_ids, log_ids)
     token_id = int(adjusted.argmax()) if params.temperature == 0.0 else _draw(adjusted, params, uniform(params.seed, position))
-    return token_record(raw, token_id, params.num_logprobs)
+    return token_record(raw, token_id, params.num_logprobs, params.logprob_token_ids)
 
 
 def adjust_logits(
@@ -81,10 +84,10 @@ def adjust_logits(
 
     The history is rebuilt from token ids at every call, so no move of the request can lose it or apply it twice.
     """
-    masked = params.stop_set if len(log_ids) < params.min_tokens else frozenset[int]()
+    masked = _masked(params, log_ids)
     repeats = params.repetition_penalty != 1.0
     counts_output = params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
-    if not (masked or repeats or counts_output or params.logit_bias):
+    if not (masked or repeats or counts_output or params.logit_bias or params.allowed_token_ids):
         return logits
     adjusted = logits.copy()
     # An overflow to +inf would make NaN further down; it is cut to the largest float instead.
@@ -104,20 +107,37 @@ def adjust_logits(
         for token_id, bias in params.logit_bias:
             adjusted[token_id] += np.float32(bias)
         np.minimum(adjusted, _MAX, out=adjusted)
+    if params.allowed_token_ids:
+        kept = np.fromiter(params.allowed_token_ids, dtype=np.intp)
+        values = adjusted[kept]
+        adjusted.fill(-np.inf)
+        adjusted[kept] = values
     if masked:
         adjusted[np.fromiter(masked, dtype=np.intp)] = -np.inf
     return adjusted
 
 
-def token_record(logits: np.ndarray, token_id: int, num_logprobs: int | None) -> TokenRecord:
+def _masked(params: SamplingParams, log_ids: Sequence[int] | np.ndarray) -> set[int]:
+    """Ids that may not come next, those outside ``allowed_token_ids`` apart."""
+    masked = set(params.stop_set) if len(log_ids) < params.min_tokens else set[int]()
+    for *before, last in params.bad_words:
+        if len(before) <= len(log_ids) and list(log_ids[len(log_ids) - len(before) :]) == before:
+            masked.add(last)
+    return masked
+
+
+def token_record(logits: np.ndarray, token_id: int, num_logprobs: int | None, instead: Sequence[int] = ()) -> TokenRecord:
     """``token_id`` with log-probabilities under unmodified ``logits`` [V] float32; the ``num_logprobs`` most likely come largest first,
-    lowest id first among equals."""
+    lowest id first among equals, or else the ids of ``instead``, in their order."""
     if num_logprobs is None:
         return TokenRecord(token_id)
     shifted = logits - logits.max()
     log_sum = np.log(np.exp(shifted).sum(dtype=np.float64))
-    top = _largest(logits, min(num_logprobs, logits.size))
-    top = top[np.argsort(-logits[top], kind="stable")]
+    if instead:
+        top = np.asarray(instead, dtype=np.intp)
+    else:
+        top = _largest(logits, min(num_logprobs, logits.size))
+        top = top[np.argsort(-logits[top], kind="stable")]
     # Whole-float32 results, so that a record is the same before and after the wire.
     logprobs = (shifted[np.append(top, token_id)] - log_sum).astype(np.float32)
     pairs = zip(top.tolist(), logprobs[:-1].tolist(), strict=True)

@@ -18,7 +18,9 @@ class SamplingParams:
     ``seed`` is always set (the front door draws one when the client gave none), so a request is a pure function of itself.
     ``eos_token_ids`` is the model's stop set and is what ``ignore_eos`` switches off; ``stop_token_ids`` are the user's own.
     Both are masked while fewer than ``min_tokens`` tokens have been generated.
-    ``num_logprobs``: None, no record; 0, the chosen token's only; n, also the n most likely.
+    ``num_logprobs``: None, no record; 0, the chosen token's only; n, also the n most likely. ``logprob_token_ids``: records have these
+    instead of the most likely. ``allowed_token_ids``: nothing else may be chosen; empty, everything may. ``bad_words``: no last id of one
+    is chosen where the log ends with the ids before it.
 
     Real numbers are rounded to float32 on construction, since that is what the wire carries and what the sampler computes in: a request
     means the same whether or not it crossed a wire. Raises ValueError naming the field for a value outside its range, so whoever builds
@@ -40,6 +42,9 @@ class SamplingParams:
     eos_token_ids: frozenset[int] = field(default_factory=frozenset)
     stop_token_ids: frozenset[int] = field(default_factory=frozenset)
     num_logprobs: int | None = None
+    allowed_token_ids: frozenset[int] = field(default_factory=frozenset)
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    logprob_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
@@ -60,6 +65,13 @@ class SamplingParams:
         _check_ids("logit_bias", bias_ids)
         _check_ids("eos_token_ids", sorted(self.eos_token_ids))
         _check_ids("stop_token_ids", sorted(self.stop_token_ids))
+        _check_ids("allowed_token_ids", sorted(self.allowed_token_ids))
+        _check("bad_words", self.bad_words, all(self.bad_words), "sequences of at least one token id")
+        _check_ids("bad_words", [token_id for word in self.bad_words for token_id in word])
+        _check_ids("logprob_token_ids", self.logprob_token_ids)
+        _check(
+            "logprob_token_ids", self.logprob_token_ids, not self.logprob_token_ids or self.num_logprobs is not None, "with num_logprobs"
+        )
 
     @property
     def stop_set(self) -> frozenset[int]:

@@ -22,7 +22,14 @@ class Acceptor:
         self._params = request.sampling
         self._text: TextStream | None = None
         if request.want_text and text_model is not None:
-            self._text = TextStream(text_model, request.prompt_ids, request.stop_strings, request.sampling.min_tokens)
+            self._text = TextStream(
+                text_model,
+                request.prompt_ids,
+                request.stop_strings,
+                request.sampling.min_tokens,
+                with_special=request.with_special,
+                include_stop=request.include_stop,
+            )
         self._text_offset = 0
 
     def accept(self, position: int, record: TokenRecord, origin: Origin) -> Delta | None:

@@ -6,16 +6,27 @@ import asyncio
 import math
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdd.errors import Code, PddError
 from pdd.serving.front import Front
 from pdd.serving.request import GenerationRequest, Override
-from pdd.serving.sampling_check import SamplingBounds, SamplingWish, check_token_ids, choice_seed, refuse, sampling_params, unsigned_seed
+from pdd.serving.sampling_check import (
+    MAX_LOGPROBS,
+    SamplingBounds,
+    SamplingWish,
+    check_token_ids,
+    choice_seed,
+    refuse,
+    sampling_params,
+    unsigned_seed,
+)
+from pdd.serving.text.template import PLAIN_CHAT, ChatOptions
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_SALT_CHARACTERS = 256
+MAX_BAD_WORDS = 256
 MAX_HANDOFF_AT = 2**31 - 1
 # "developer" is OpenAI's newer name of "system"; chat templates of open models know only the older one.
 TEMPLATE_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -44,9 +55,10 @@ class ContextLengthError(PddError):
 
 @dataclass(frozen=True)
 class TextPrompt:
-    """Tokenized as it is, the model's special tokens added."""
+    """Tokenized as it is; ``add_special``: the model's special tokens added."""
 
     text: str
+    add_special: bool = True
 
 
 @dataclass(frozen=True)
@@ -59,6 +71,15 @@ class ChatPrompt:
     """``messages``: (role, content), through the model's chat template."""
 
     messages: tuple[tuple[str, str], ...]
+    options: ChatOptions = PLAIN_CHAT
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """Keep ``tokens`` of a longer prompt, None for as many as leave room for the output: its end, or its beginning."""
+
+    tokens: int | None
+    keep_end: bool = True
 
 
 Prompt = TextPrompt | IdsPrompt | ChatPrompt
@@ -66,7 +87,9 @@ Prompt = TextPrompt | IdsPrompt | ChatPrompt
 
 @dataclass(frozen=True)
 class Wish:
-    """What one call asks for, before checks; one request results per prompt and choice. ``field``: public name of the prompt's field."""
+    """What one call asks for, before checks; one request results per prompt and choice. ``field``: public name of the prompt's field ·
+    ``prompt_only``: nothing is generated · ``score_every_choice``: not only the first choice of a prompt has ``prompt_logprobs``.
+    """
 
     call_id: str
     field: str
@@ -80,6 +103,13 @@ class Wish:
     cache_salt: str | None = None
     timeout_s: float | None = None
     override: Override = NO_OVERRIDE
+    truncation: Truncation | None = None
+    bad_words: tuple[str, ...] = ()
+    with_special: bool = False
+    include_stop: bool = False
+    prompt_logprobs: int | None = None
+    prompt_only: bool = False
+    score_every_choice: bool = False
 
 
 async def admit(wish: Wish, front: Front) -> tuple[GenerationRequest, ...]:
@@ -98,10 +128,13 @@ async def admit(wish: Wish, front: Front) -> tuple[GenerationRequest, ...]:
     _check_override(wish.override, front.serving.allow_override)
     timeout_s = _timeout_s(wish.timeout_s, front.serving.request_timeout_s)
     tenant = _tenant(wish.cache_salt)
+    bad_words = _bad_words(wish.bad_words, front)
+    if wish.prompt_logprobs is not None and not 0 <= wish.prompt_logprobs <= MAX_LOGPROBS:
+        raise refuse("prompt_logprobs", wish.prompt_logprobs, f"0 to {MAX_LOGPROBS}")
     seed = None if wish.seed is None else unsigned_seed(wish.seed)
     requests: list[GenerationRequest] = []
     for prompt in wish.prompts:
-        prompt_ids = await asyncio.to_thread(_prompt_ids, prompt, wish.field, front)
+        prompt_ids = await asyncio.to_thread(_prompt_ids, prompt, wish, front)
         bounds = _bounds(prompt_ids, wish, front)
         prompt_seed = secrets.randbits(64) if seed is None else seed
         for choice in range(wish.num_choices):
@@ -110,11 +143,15 @@ async def admit(wish: Wish, front: Front) -> tuple[GenerationRequest, ...]:
                     request_id=f"{wish.call_id}-{len(requests)}",
                     tenant=tenant,
                     prompt_ids=prompt_ids,
-                    sampling=sampling_params(wish.sampling, choice_seed(prompt_seed, choice), bounds),
+                    sampling=sampling_params(replace(wish.sampling, bad_words=bad_words), choice_seed(prompt_seed, choice), bounds),
                     stop_strings=wish.stop_strings,
                     want_text=wish.want_text,
                     timeout_s=timeout_s,
                     override=wish.override,
+                    prompt_logprobs=wish.prompt_logprobs if choice == 0 or wish.score_every_choice else None,
+                    prompt_only=wish.prompt_only,
+                    with_special=wish.with_special,
+                    include_stop=wish.include_stop,
                 )
             )
     return tuple(requests)
@@ -140,25 +177,51 @@ def check_text(field: str, text: str) -> None:
         raise refuse(field, text[error.start : error.end], "Unicode text without lone surrogates") from error
 
 
-def _prompt_ids(prompt: Prompt, field: str, front: Front) -> tuple[int, ...]:
-    limits = front.generator.limits
+def _prompt_ids(prompt: Prompt, wish: Wish, front: Front) -> tuple[int, ...]:
+    field, limits = wish.field, front.generator.limits
     if isinstance(prompt, TextPrompt):
         check_text(field, prompt.text)
-        ids: Sequence[int] = front.text.encode(prompt.text, True) if prompt.text else ()
+        ids: Sequence[int] = front.text.encode(prompt.text, prompt.add_special) if prompt.text else ()
     elif isinstance(prompt, ChatPrompt):
         messages = [_message(f"{field}[{number}]", role, content) for number, (role, content) in enumerate(prompt.messages)]
         try:
-            ids = front.text.render_chat(messages) if messages else ()
+            ids = front.text.render_chat(messages, prompt.options) if messages else ()
         except ValueError as error:
             raise PddError(Code.INVALID_ARGUMENT, f"{field}: {error}", field) from error
     else:
         ids = prompt.ids
     if not ids:
         raise refuse(field, "an empty prompt", "at least one token")
+    if wish.truncation is not None:
+        ids = _truncated(ids, wish.truncation, limits.max_context_tokens - (wish.sampling.max_tokens or 1))
     if len(ids) >= limits.max_context_tokens:
         raise ContextLengthError(field, limits.max_context_tokens, len(ids), 1)
     check_token_ids(field, ids, limits.vocab_size)
     return tuple(ids)
+
+
+def _truncated(ids: Sequence[int], truncation: Truncation, room_tokens: int) -> Sequence[int]:
+    tokens = room_tokens if truncation.tokens is None else truncation.tokens
+    if tokens < 1:
+        raise refuse("truncate_prompt_tokens", truncation.tokens, "at least 1, or -1 for as many as leave room for the output")
+    return ids[-tokens:] if truncation.keep_end else ids[:tokens]
+
+
+def _bad_words(words: Sequence[str], front: Front) -> tuple[tuple[int, ...], ...]:
+    """The ids of each word at the start of a text and after a space."""
+    if len(words) > MAX_BAD_WORDS:
+        raise refuse("bad_words", len(words), f"at most {MAX_BAD_WORDS}")
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        check_text("bad_words", word)
+        if not 1 <= len(word) <= MAX_STOP_CHARACTERS:
+            raise refuse("bad_words", word, f"strings of 1 to {MAX_STOP_CHARACTERS} characters")
+        for form in (word.lstrip(" "), " " + word.lstrip(" ")):
+            ids = tuple(front.text.encode(form, False))
+            check_token_ids("bad_words", ids, front.generator.limits.vocab_size)
+            if ids:
+                found[ids] = None
+    return tuple(found)
 
 
 def _message(where: str, role: str, content: str) -> Mapping[str, str]:

@@ -16,9 +16,11 @@ class ChoiceLog:
     """Collects the deltas of one generation. ``records`` and ``offsets`` have one entry per accepted token; an offset is the number of
     characters that the tokens before it complete, which is not what was streamed while a stop string is held back."""
 
-    def __init__(self, text_model: TextModel, prompt_ids: Sequence[int]) -> None:
-        self._detokenizer = Detokenizer(text_model.vocabulary, prompt_ids)
-        self._num_characters = 0
+    def __init__(self, text_model: TextModel, request: GenerationRequest, first_offset: int = 0) -> None:
+        """``first_offset``: of the first token, where text comes before it."""
+        self._detokenizer = Detokenizer(text_model.vocabulary, request.prompt_ids, request.with_special)
+        self.prompt_records: tuple[TokenRecord, ...] | None = None
+        self._num_characters = first_offset
         self.begun = False
         self.text = ""
         self.records: list[TokenRecord] = []
@@ -32,6 +34,7 @@ class ChoiceLog:
         if self.finish_reason is not None:
             raise PddError(Code.INTERNAL, "the answer went on after its end")
         self.begun = True
+        self.prompt_records = delta.prompt_records or self.prompt_records
         self.text += delta.text
         for record in delta.records:
             self.records.append(record)

@@ -59,7 +59,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     async def _generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         requests = await admit(read_wish(request, context.time_remaining()), self._front)
-        said = ChoiceLog(self._front.text, requests[0].prompt_ids)
+        said = ChoiceLog(self._front.text, requests[0])
         async with aclosing(interleave([self._front.generator.generate(requests[0])])) as deltas:
             async for _, delta in deltas:
                 said.accept(delta)
@@ -113,6 +113,7 @@ def read_wish(request: inference_pb2.GenerateRequest, time_remaining_s: float | 
         cache_salt=request.cache_salt or None,
         timeout_s=min(timeouts_s) if timeouts_s else None,
         override=_override(request),
+        prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
     )
 
 
@@ -178,6 +179,7 @@ def _response(delta: Delta, requests: tuple[GenerationRequest, ...], said: Choic
         text=delta.text,
         origin=_ORIGINS[delta.origin],
         finish_reason=finish_reason_to_proto(delta.finish_reason),
+        prompt_tokens=[record_to_proto(record) for record in delta.prompt_records or ()],
     )
     if delta.finish_reason is not None:
         total = usage(requests, (said,), 1)

@@ -27,6 +27,7 @@ class GenerationRequest:
 
     ``tenant`` is the prefix-cache namespace (tenant and cache salt). ``want_text`` False: token-out, ``stop_strings`` is empty.
     ``prompt_logprobs``: score the prompt's tokens, with so many of the most likely beside each. ``prompt_only``: generate nothing.
+    ``with_special``: special tokens are part of the text; ``include_stop``: so is what stops it.
     """
 
     request_id: str
@@ -39,6 +40,8 @@ class GenerationRequest:
     override: Override
     prompt_logprobs: int | None = None
     prompt_only: bool = False
+    with_special: bool = False
+    include_stop: bool = False
 
 
 @dataclass(frozen=True)

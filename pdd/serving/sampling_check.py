@@ -22,6 +22,7 @@ MAX_TEMPERATURE = 100.0
 MAX_REPETITION_PENALTY = 100.0
 MAX_LOGPROBS = 20  # OpenAI's limit for top_logprobs
 MAX_LOGIT_BIASES = 1024
+MAX_LOGPROB_TOKEN_IDS = 128
 SEED_RANGE = (-(2**63), 2**64 - 1)
 
 
@@ -42,6 +43,9 @@ class SamplingWish:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     num_logprobs: int | None = None
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    logprob_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,12 @@ def sampling_params(wish: SamplingWish, seed: int, bounds: SamplingBounds) -> Sa
     if wish.num_logprobs is not None and not 0 <= wish.num_logprobs <= MAX_LOGPROBS:
         raise refuse("logprobs", wish.num_logprobs, f"0 to {MAX_LOGPROBS}")
     check_token_ids("stop_token_ids", wish.stop_token_ids, bounds.vocab_size)
+    check_token_ids("allowed_token_ids", wish.allowed_token_ids, bounds.vocab_size)
+    check_token_ids("logprob_token_ids", wish.logprob_token_ids, bounds.vocab_size)
+    if wish.logprob_token_ids and wish.num_logprobs is None:
+        raise refuse("logprob_token_ids", wish.logprob_token_ids, "only together with logprobs")
+    if len(wish.logprob_token_ids) > MAX_LOGPROB_TOKEN_IDS:
+        raise refuse("logprob_token_ids", len(wish.logprob_token_ids), f"at most {MAX_LOGPROB_TOKEN_IDS}")
     return SamplingParams(
         seed=seed,
         max_tokens=max_tokens,
@@ -92,6 +102,9 @@ def sampling_params(wish: SamplingWish, seed: int, bounds: SamplingBounds) -> Sa
         eos_token_ids=bounds.eos_token_ids,
         stop_token_ids=frozenset(wish.stop_token_ids),
         num_logprobs=wish.num_logprobs,
+        allowed_token_ids=frozenset(wish.allowed_token_ids),
+        bad_words=wish.bad_words,
+        logprob_token_ids=tuple(dict.fromkeys(wish.logprob_token_ids)),
     )
 
 

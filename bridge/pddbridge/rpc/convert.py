@@ -41,6 +41,9 @@ def params_to_proto(params: SamplingParams) -> pb.SamplingParams:
         eos_token_ids=sorted(params.eos_token_ids),
         stop_token_ids=sorted(params.stop_token_ids),
         num_logprobs=params.num_logprobs,
+        allowed_token_ids=sorted(params.allowed_token_ids),
+        bad_words=[pb.TokenSequence(ids=word) for word in params.bad_words],
+        logprob_token_ids=params.logprob_token_ids,
     )
 
 
@@ -50,6 +53,10 @@ def params_from_proto(message: pb.SamplingParams, vocab_size: int) -> SamplingPa
     check_token_ids([token_id for token_id, _ in bias], vocab_size, "logit_bias")
     check_token_ids(message.eos_token_ids, vocab_size, "eos_token_ids")
     check_token_ids(message.stop_token_ids, vocab_size, "stop_token_ids")
+    check_token_ids(message.allowed_token_ids, vocab_size, "allowed_token_ids")
+    check_token_ids(message.logprob_token_ids, vocab_size, "logprob_token_ids")
+    for word in message.bad_words:
+        check_token_ids(word.ids, vocab_size, "bad_words")
     return SamplingParams(
         seed=message.seed,
         max_tokens=message.max_tokens,
@@ -66,6 +73,9 @@ def params_from_proto(message: pb.SamplingParams, vocab_size: int) -> SamplingPa
         eos_token_ids=frozenset(message.eos_token_ids),
         stop_token_ids=frozenset(message.stop_token_ids),
         num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
+        allowed_token_ids=frozenset(message.allowed_token_ids),
+        bad_words=tuple(tuple(word.ids) for word in message.bad_words),
+        logprob_token_ids=tuple(message.logprob_token_ids),
     )
 
 

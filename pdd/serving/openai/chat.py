@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pdd.serving.choice_log import ChoiceLog
 from pdd.serving.openai.logprobs import chat_logprobs
+from pdd.serving.openai.prompt_parts import Echo
 from pdd.serving.text.model import TextModel
 from pddbridge.sampling_params import FinishReason
 
@@ -28,7 +29,8 @@ class ChatShape:
         message = {"role": "assistant", "content": text, "refusal": None}
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
 
-    def logprobs_of(self, log: ChoiceLog, first: int) -> dict[str, object]:
+    def logprobs_of(self, log: ChoiceLog, first: int, echoed: Echo | None = None) -> dict[str, object]:
+        assert echoed is None, "a chat is not echoed"
         return chat_logprobs(self._text, log.records[first:])
 
     @staticmethod

@@ -21,16 +21,19 @@ def chat_logprobs(text: TextModel, records: Sequence[TokenRecord]) -> dict[str, 
 
 def completion_logprobs(text: TextModel, records: Sequence[TokenRecord], offsets: Sequence[int]) -> dict[str, object]:
     """{"tokens", "token_logprobs", "top_logprobs", "text_offset"}, one entry per token. The chosen token is always among its top
-    ones, as in OpenAI's; of tokens that look alike the likeliest stays."""
-    tops: list[dict[str, float]] = []
+    ones, as in OpenAI's; of tokens that look alike the likeliest stays. null for the first token of an echoed prompt: nothing led to it."""
+    tops: list[dict[str, float] | None] = []
     for record in records:
+        if record.logprob is None:
+            tops.append(None)
+            continue
         top = {shown_token(text, record.token_id): _finite(record.logprob)}
         for token_id, logprob in record.top_logprobs:
             top.setdefault(shown_token(text, token_id), _finite(logprob))
         tops.append(top)
     return {
         "tokens": [shown_token(text, record.token_id) for record in records],
-        "token_logprobs": [_finite(record.logprob) for record in records],
+        "token_logprobs": [None if record.logprob is None else _finite(record.logprob) for record in records],
         "top_logprobs": tops,
         "text_offset": list(offsets),
     }

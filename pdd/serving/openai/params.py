@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from pdd.errors import Code, PddError
-from pdd.serving.admission_check import ChatPrompt, IdsPrompt, Prompt, TextPrompt, Wish, new_call_id
+from pdd.serving.admission_check import ChatPrompt, IdsPrompt, Prompt, TextPrompt, Truncation, Wish, new_call_id
 from pdd.serving.openai.schemas import ChatRequest, CompletionRequest, Message, PddOptions, SharedFields
 from pdd.serving.request import Override
 from pdd.serving.sampling_check import SamplingWish, refuse
+from pdd.serving.text.template import ChatOptions
 
 _TOKEN_ID = re.compile(r"[0-9]{1,10}", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Call:
-    """One HTTP call. ``created_s``: Unix time. ``want_logprobs``: the client asked for records, be it only of chosen tokens."""
+    """One HTTP call. ``created_s``: Unix time. ``want_logprobs``: the client asked for records, be it only of chosen tokens. ``echo``: the
+    prompt is part of the text. ``prompt_logprobs``: as vLLM has them, beside the choice.
+    """
 
     wish: Wish
     created_s: int
     stream: bool
     include_usage: bool
     want_logprobs: bool
+    echo: bool
+    prompt_logprobs: int | None
     report_origin: bool
     report_timeline: bool
 
@@ -38,12 +43,25 @@ def chat_call(request: ChatRequest) -> Call:
     messages = tuple((message.role, message_text(f"messages[{i}]", message)) for i, message in enumerate(request.messages))
     num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
     max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    return _call("chatcmpl", "messages", (ChatPrompt(messages),), request, max_tokens, num_logprobs)
+    if request.continue_final_message and request.add_generation_prompt:
+        raise refuse("continue_final_message", True, "not together with add_generation_prompt=true")
+    options = ChatOptions(
+        add_generation_prompt=request.add_generation_prompt is not False,
+        continue_final_message=bool(request.continue_final_message),
+        variables=tuple(_template_variables(request.chat_template_kwargs or {}).items()),
+        add_special=bool(request.add_special_tokens),
+    )
+    return _call("chatcmpl", "messages", (ChatPrompt(messages, options),), request, max_tokens, num_logprobs)
 
 
 def completion_call(request: CompletionRequest) -> Call:
     """Raises PddError(INVALID_ARGUMENT) naming the field."""
-    return _call("cmpl", "prompt", completion_prompts(request.prompt), request, request.max_tokens, request.logprobs)
+    if request.best_of not in (None, request.n or 1):
+        raise refuse("best_of", request.best_of, "the same as n: choices are not ranked here")
+    prompts = completion_prompts(request.prompt)
+    if request.add_special_tokens is False:
+        prompts = tuple(replace(prompt, add_special=False) if isinstance(prompt, TextPrompt) else prompt for prompt in prompts)
+    return _call("cmpl", "prompt", prompts, request, request.max_tokens, request.logprobs, bool(request.echo))
 
 
 def message_text(where: str, message: Message) -> str:
@@ -87,21 +105,33 @@ def _call(
     request: SharedFields,
     max_tokens: int | None,
     num_logprobs: int | None,
+    echo: bool = False,
 ) -> Call:
     if request.stream_options is not None and not request.stream:
         raise PddError(Code.INVALID_ARGUMENT, "stream_options: only allowed with stream=true", "stream_options")
+    if request.prompt_logprobs is not None and request.stream:
+        raise refuse("prompt_logprobs", request.prompt_logprobs, "only without stream")
     options = request.pdd or PddOptions()
+    prompt_only = echo and max_tokens == 0
+    scored = [count for count in (request.prompt_logprobs, num_logprobs if echo else None) if count is not None]
     wish = Wish(
         call_id=new_call_id(id_prefix),
         field=field,
         model=request.model,
         prompts=prompts,
-        sampling=_sampling(request, max_tokens, num_logprobs),
+        sampling=_sampling(request, 1 if prompt_only else max_tokens, num_logprobs),
         num_choices=request.n or 1,
         seed=None if request.seed == -1 else request.seed,  # vLLM: -1 asks for a random one
         stop_strings=_stop_strings(request.stop),
         cache_salt=request.cache_salt,
         override=Override(options.pipeline, options.handoff, options.handoff_at),
+        truncation=_truncation(request),
+        bad_words=tuple(request.bad_words or ()),
+        with_special=request.skip_special_tokens is False,
+        include_stop=bool(request.include_stop_str_in_output),
+        prompt_logprobs=max(scored, default=None),
+        prompt_only=prompt_only,
+        score_every_choice=bool(request.stream),
     )
     return Call(
         wish=wish,
@@ -109,6 +139,8 @@ def _call(
         stream=bool(request.stream),
         include_usage=request.stream_options is not None and bool(request.stream_options.include_usage),
         want_logprobs=num_logprobs is not None,
+        echo=echo,
+        prompt_logprobs=request.prompt_logprobs,
         report_origin=options.report_origin,
         report_timeline=options.timeline,
     )
@@ -129,7 +161,27 @@ def _sampling(request: SharedFields, max_tokens: int | None, num_logprobs: int |
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=bool(request.ignore_eos),
         num_logprobs=num_logprobs,
+        allowed_token_ids=tuple(request.allowed_token_ids or ()),
+        logprob_token_ids=tuple(request.logprob_token_ids or ()),
     )
+
+
+def _truncation(request: SharedFields) -> Truncation | None:
+    tokens = request.truncate_prompt_tokens
+    if tokens is None:
+        if request.truncation_side is not None:
+            raise refuse("truncation_side", request.truncation_side, "only together with truncate_prompt_tokens")
+        return None
+    if tokens < 1 and tokens != -1:
+        raise refuse("truncate_prompt_tokens", tokens, "at least 1, or -1 for as many as leave room for the output")
+    return Truncation(None if tokens == -1 else tokens, keep_end=request.truncation_side != "right")
+
+
+def _template_variables(given: Mapping[str, object]) -> dict[str, object]:
+    for name in given:
+        if not name.isidentifier() or name.startswith("_"):
+            raise refuse("chat_template_kwargs", name, "names of template variables")
+    return dict(given)
 
 
 def _stop_strings(given: str | Sequence[str] | None) -> tuple[str, ...]:

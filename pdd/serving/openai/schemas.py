@@ -8,7 +8,7 @@ tell this service where other machines are are refused whatever they say: topolo
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
@@ -22,17 +22,9 @@ MAX_CHOICES = 16
 
 # Field -> values that ask for nothing. null never does.
 _HARMLESS: dict[str, tuple[object, ...]] = {
-    "add_generation_prompt": (True,),
-    "add_special_tokens": (True,),
-    "allowed_token_ids": ([],),
     "audio": (),
-    "bad_words": ([],),
-    "best_of": (1,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
     "documents": ([],),
-    "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "grammar": (),
@@ -40,26 +32,50 @@ _HARMLESS: dict[str, tuple[object, ...]] = {
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "include_stop_str_in_output": (False,),
     "length_penalty": (1, 1.0),
     "logits_processors": ([],),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
+    "moderation": (),
+    "priority": (0,),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
+    "reasoning_effort": (),
     "regex": (),
+    "repetition_detection": (),
     "response_format": ({"type": "text"},),
-    "skip_special_tokens": (True,),
+    "return_prompt_text": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
     "structured_outputs": (),
     "suffix": ("",),
+    "thinking_token_budget": (-1,),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "truncate_prompt_tokens": (-1,),
     "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
     "web_search_options": (),
+}
+# Honoured by the other endpoint alone.
+_NOT_OF_CHAT: dict[str, tuple[object, ...]] = {"best_of": (1,), "echo": (False,)}
+_NOT_OF_COMPLETIONS: dict[str, tuple[object, ...]] = {
+    "add_generation_prompt": (True,),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "max_completion_tokens": (),
+    "top_logprobs": (),
 }
 _NAMES_MACHINES = re.compile(
     r"kv_transfer|bootstrap|bridge|peer|topology|epoch|endpoint|(^|_)(host|hosts|port|ports|addr|address|url|remote|transfer)(_|$)"
 )
+
+
+# What a client may give a chat template: nothing that has methods of its own to call.
+Scalar = str | int | float | bool | None
+TemplateValue = Scalar | list[Scalar]
 
 
 class _Lenient(BaseModel):
@@ -102,6 +118,15 @@ class SharedFields(_Lenient):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    logprob_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -124,19 +149,24 @@ class ChatRequest(SharedFields):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, TemplateValue] | None = None
 
 
 class CompletionRequest(SharedFields):
     """``prompt``: str, list of str, list of ids or list of lists of ids; read by ``params.completion_prompts``."""
 
     prompt: object = None
+    echo: bool | None = None
+    best_of: int | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
 
 def read_chat(body: bytes) -> ChatRequest:
     """Raises PddError(INVALID_ARGUMENT) naming the field."""
     try:
-        return ChatRequest.model_validate(_fields(body))
+        return ChatRequest.model_validate(_fields(body, _NOT_OF_CHAT))
     except ValidationError as error:
         raise from_validation(error) from error
 
@@ -144,12 +174,12 @@ def read_chat(body: bytes) -> ChatRequest:
 def read_completion(body: bytes) -> CompletionRequest:
     """Raises PddError(INVALID_ARGUMENT) naming the field."""
     try:
-        return CompletionRequest.model_validate(_fields(body))
+        return CompletionRequest.model_validate(_fields(body, _NOT_OF_COMPLETIONS))
     except ValidationError as error:
         raise from_validation(error) from error
 
 
-def _fields(body: bytes) -> dict[str, object]:
+def _fields(body: bytes, of_the_other: dict[str, tuple[object, ...]]) -> dict[str, object]:
     """The JSON object in ``body``. NaN, Infinity, lone surrogates, invalid UTF-8 and bottomless nesting are refused by the parser."""
     try:
         fields = from_json(body, allow_inf_nan=False)
@@ -157,10 +187,11 @@ def _fields(body: bytes) -> dict[str, object]:
         raise PddError(Code.INVALID_ARGUMENT, f"the body is not valid JSON: {error}") from error
     if not isinstance(fields, dict):
         raise PddError(Code.INVALID_ARGUMENT, "the body must be a JSON object")
+    refused = _HARMLESS | of_the_other
     for name, value in fields.items():
         if _NAMES_MACHINES.search(name):
             raise PddError(Code.INVALID_ARGUMENT, f"{name}: not accepted from clients: the service alone decides where KV goes", name)
-        if name in _HARMLESS and value is not None and not any(_same(value, harmless) for harmless in _HARMLESS[name]):
+        if name in refused and value is not None and not any(_same(value, harmless) for harmless in refused[name]):
             raise PddError(Code.INVALID_ARGUMENT, f"{name}: not supported by this service", name)
     return fields
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from pdd.serving.choice_log import ChoiceLog
+from pdd.serving.openai.prompt_parts import Echo
 from pddbridge.sampling_params import FinishReason
 
 
@@ -21,6 +22,6 @@ class Shape(Protocol):
     def part(self, index: int, text: str, logprobs: dict[str, object] | None) -> dict[str, object]: ...
     def closing(self, index: int, finish_reason: FinishReason) -> dict[str, object]: ...
     def whole(self, index: int, text: str, logprobs: dict[str, object] | None, finish_reason: FinishReason) -> dict[str, object]: ...
-    def logprobs_of(self, log: ChoiceLog, first: int) -> dict[str, object]:
-        """Records of the tokens from ``first`` on."""
+    def logprobs_of(self, log: ChoiceLog, first: int, echoed: Echo | None = None) -> dict[str, object]:
+        """Records of the tokens from ``first`` on, after those of the prompt where it is echoed."""
         ...

@@ -20,10 +20,12 @@ _MAX_INCOMPLETE_BYTES = 3  # of a UTF-8 character of four
 
 
 class Detokenizer:
-    """State of one text. ``prompt_ids`` may be empty; the text then starts with the first pushed token."""
+    """State of one text. ``prompt_ids`` may be empty; the text then starts with the first pushed token. ``with_special``: special tokens
+    are text, too."""
 
-    def __init__(self, vocabulary: Vocabulary, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, vocabulary: Vocabulary, prompt_ids: Sequence[int], with_special: bool = False) -> None:
         self._vocabulary = vocabulary
+        self._with_special = with_special
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._at_start = True
         self._spaces_to_strip = vocabulary.strip_spaces
@@ -49,7 +51,7 @@ class Detokenizer:
     def _bytes(self, token_id: int) -> bytes:
         """Bytes of the next token of the text, minus what the start of a text loses."""
         if not self._vocabulary.makes_text(token_id):
-            return b""
+            return self._vocabulary.token_bytes(token_id) if self._with_special else b""
         data = self._vocabulary.first_token_bytes(token_id) if self._at_start else self._vocabulary.token_bytes(token_id)
         self._at_start = False
         while data and self._spaces_to_strip:

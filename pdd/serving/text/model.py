@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from pdd.serving.text.model_files import read_text_files
-from pdd.serving.text.template import ChatTemplate
+from pdd.serving.text.template import PLAIN_CHAT, ChatOptions, ChatTemplate
 from pdd.serving.text.unicode import check_unicode
 from pdd.serving.text.vocabulary import Vocabulary
 
@@ -41,15 +41,15 @@ class TextModel:
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special)
         return list(encoding.ids)
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation through the model's chat template, up to where the assistant's answer begins.
+    def render_chat(self, messages: Sequence[Mapping[str, str]], options: ChatOptions = PLAIN_CHAT) -> list[int]:
+        """Token ids of a conversation through the model's chat template, up to where the assistant's answer begins or as ``options`` say.
 
         ``messages``: {"role": ..., "content": ...}. Raises ValueError, one line, for malformed messages, for what the template refuses, and
         for a model without a template.
         """
         if self._chat_template is None:
             raise ValueError("messages: this model has no chat template, only plain text or token ids can be given")
-        return self.encode(self._chat_template.render(messages), add_special=False)
+        return self.encode(self._chat_template.render(messages, options), options.add_special)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token stands for, perhaps a part of a character; special tokens have their name's. Empty for padding ids."""

@@ -18,8 +18,9 @@ class StopStrings:
     """The stop string that is complete first ends the text; of several complete at the same character, the longest. So how the text was
     cut into pieces does not matter."""
 
-    def __init__(self, stop_strings: Sequence[str]) -> None:
-        """Raises ValueError for an empty string."""
+    def __init__(self, stop_strings: Sequence[str], include: bool = False) -> None:
+        """``include``: the match itself is released. Raises ValueError for an empty string."""
+        self._include = include
         for index, stop in enumerate(stop_strings):
             if not stop:
                 raise ValueError(f"stop[{index}]: given '', allowed strings of at least one character")
@@ -33,8 +34,8 @@ class StopStrings:
         if armed:
             matches = [(start + len(stop), start) for stop in self._stop_strings if (start := self._find(stop, checked)) >= 0]
             if matches:
-                _, start = min(matches)
-                released, self._held = self._held[:start], ""
+                end, start = min(matches)
+                released, self._held = self._held[: end if self._include else start], ""
                 return StopStep(released, stopped=True)
         keep = max((self._overlap(stop) for stop in self._stop_strings), default=0)
         cut = len(self._held) - keep

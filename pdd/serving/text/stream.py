@@ -23,15 +23,28 @@ class TextStream:
     """Push every accepted token in log order, wherever it came from, then ``finish`` unless a stop string stopped it.
 
     A stop string counts only if its last character came after ``min_tokens`` tokens. A token that ended the request by its id makes no
-    text: pass ``ends=True`` (special tokens such as EOS make none anyway).
+    text unless ``include_stop``: pass ``ends=True`` (special tokens such as EOS make none anyway, unless ``with_special``).
     """
 
-    def __init__(self, text_model: TextModel, prompt_ids: Sequence[int], stop_strings: Sequence[str] = (), min_tokens: int = 0) -> None:
-        """Raises ValueError for an empty stop string or one that is not valid Unicode."""
+    def __init__(
+        self,
+        text_model: TextModel,
+        prompt_ids: Sequence[int],
+        stop_strings: Sequence[str] = (),
+        min_tokens: int = 0,
+        *,
+        with_special: bool = False,
+        include_stop: bool = False,
+    ) -> None:
+        """``with_special``: special tokens make text · ``include_stop``: what stops the text is part of it.
+
+        Raises ValueError for an empty stop string or one that is not valid Unicode.
+        """
         for index, stop in enumerate(stop_strings):
             check_unicode(stop, f"stop[{index}]")
-        self._detokenizer = Detokenizer(text_model.vocabulary, prompt_ids)
-        self._stop_strings = StopStrings(stop_strings)
+        self._detokenizer = Detokenizer(text_model.vocabulary, prompt_ids, with_special)
+        self._stop_strings = StopStrings(stop_strings, include_stop)
+        self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._num_tokens = 0
         self._num_chars = 0
@@ -56,7 +69,7 @@ class TextStream:
         """Text released by the next token of the log. Must not be called after a stop."""
         assert not self._stopped, "a token was pushed after the text had stopped"
         self._num_tokens += 1
-        text = "" if ends else self._detokenizer.push(token_id)
+        text = "" if ends and not self._include_stop else self._detokenizer.push(token_id)
         step = self._stop_strings.push(text, armed=self._num_tokens > self._min_tokens)
         self._stopped = step.stopped
         self._num_chars += len(step.text)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import NoReturn
 
@@ -17,6 +18,21 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pdd.serving.text.unicode import check_unicode
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """How a conversation is worded. ``continue_final_message``: its last message is left open instead of an answer being begun ·
+    ``variables``: what else the template may read · ``add_special``: what the model puts around a text is added to the template's.
+    """
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    variables: tuple[tuple[str, object], ...] = ()
+    add_special: bool = False
+
+
+PLAIN_CHAT = ChatOptions()
 
 
 class _Generation(Extension):
@@ -44,8 +60,8 @@ class ChatTemplate:
             raise ValueError(f"chat template: {_line(error)}") from error
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Text of the conversation, ending where the assistant's answer begins.
+    def render(self, messages: Sequence[Mapping[str, str]], options: ChatOptions = PLAIN_CHAT) -> str:
+        """Text of the conversation, ending where the assistant's answer begins, or as ``options`` say.
 
         ``messages``: at least one, each with ``role`` and ``content``. Raises ValueError, one line, for malformed messages, for what the
         template refuses (``raise_exception``), and for what it cannot handle.
@@ -58,11 +74,25 @@ class ChatTemplate:
                     raise ValueError(f"messages[{index}].{field}: given {type(value).__name__}, a string is expected")
                 check_unicode(value, f"messages[{index}].{field}")
         plain = [dict(message) for message in messages]
+        begins_answer = options.add_generation_prompt and not options.continue_final_message
+        ours = {"messages": plain, "tools": None, "documents": None, "add_generation_prompt": begins_answer, **self._special_tokens}
+        if taken := sorted(name for name, _ in options.variables if name in ours or name in self._template.environment.globals):
+            raise ValueError(f"chat_template_kwargs: given {taken[0]!r}, which the service sets itself")
         try:
-            return self._template.render(messages=plain, tools=None, documents=None, add_generation_prompt=True, **self._special_tokens)
+            text = self._template.render(dict(options.variables) | ours)
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             # A template is a program of the model's author: what it raises is its way to refuse these messages.
             raise ValueError(f"messages: the chat template refused them: {_line(error)}") from error
+        return _open_ended(text, messages[-1]["content"]) if options.continue_final_message else text
+
+
+def _open_ended(text: str, last: str) -> str:
+    """``text`` up to the end of its last message's content, which templates may have stripped of spaces."""
+    at = text.rfind(last.strip())
+    if at < 0:
+        raise ValueError("continue_final_message: the chat template does not show the last message as it is")
+    kept = next(form for form in (last.lstrip(), last.strip()) if text.startswith(form, at))
+    return text[: at + len(kept)]
 
 
 def _raise_exception(message: str) -> NoReturn:

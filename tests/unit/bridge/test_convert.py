@@ -43,7 +43,10 @@ PARAMS = st.builds(
     ignore_eos=st.booleans(),
     eos_token_ids=st.frozensets(IDS, max_size=4),
     stop_token_ids=st.frozensets(IDS, max_size=4),
-    num_logprobs=st.none() | st.integers(0, 2**31 - 1),
+    num_logprobs=st.integers(0, 2**31 - 1),
+    allowed_token_ids=st.frozensets(IDS, max_size=4),
+    bad_words=st.lists(st.lists(IDS, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
+    logprob_token_ids=st.lists(IDS, max_size=3).map(tuple),
 )
 
 

@@ -373,3 +373,18 @@ def test_greedy_does_not_suffice_when_anything_else_is_asked() -> None:
 
 def _at(logits: np.ndarray, params: SamplingParams, position: int, prompt: Sequence[int] = (0,)) -> int:
     return sample(logits, params, prompt, [0] * position, position).token_id
+
+
+def test_masks_hold_at_any_temperature_and_other_ids_can_be_recorded() -> None:
+    logits = np.array([5.0, 4.0, 3.0, 2.0], np.float32)
+    for temperature in (0.0, 1.0):
+        only = SamplingParams(seed=1, max_tokens=9, temperature=temperature, allowed_token_ids=frozenset({2, 3}))
+        assert {sample(logits, only, [0], [0] * position, position).token_id for position in range(9)} <= {2, 3}
+        word = SamplingParams(seed=1, max_tokens=9, temperature=temperature, bad_words=((0, 1, 0), (1, 1), (3,)))
+        assert not greedy_suffices(word, 2)
+        masked = {log: set(np.flatnonzero(adjust_logits(logits, word, [0, 1], log) == -np.inf)) for log in ((), (0, 1), (1,), (1, 0))}
+        assert masked == {(): {3}, (0, 1): {0, 1, 3}, (1,): {1, 3}, (1, 0): {3}}
+    asked = SamplingParams(seed=1, max_tokens=9, temperature=0.0, num_logprobs=1, logprob_token_ids=(3, 1))
+    record = sample(logits, asked, [0], [], 0)
+    assert [token_id for token_id, _ in record.top_logprobs] == [3, 1]
+    assert [value - record.logprob for _, value in record.top_logprobs] == pytest.approx([-3.0, -1.0], abs=1e-6)

@@ -24,23 +24,25 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13pdd/v1/common.proto\x12\x06pdd.v1\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\"\xfe\x02\n\x0eSamplingParams\x12\x0c\n\x04seed\x18\x01 \x01(\x04\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05top_p\x18\x04 \x01(\x02\x12\r\n\x05min_p\x18\x05 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x06 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x02\x12%\n\nlogit_bias\x18\t \x03(\x0b\x32\x11.pdd.v1.LogitBias\x12\x12\n\nmax_tokens\x18\n \x01(\r\x12\x12\n\nmin_tokens\x18\x0b \x01(\r\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x15\n\reos_token_ids\x18\r \x03(\x05\x12\x16\n\x0estop_token_ids\x18\x0e \x03(\x05\x12\x19\n\x0cnum_logprobs\x18\x0f \x01(\rH\x01\x88\x01\x01\x42\x08\n\x06_top_kB\x0f\n\r_num_logprobs\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"k\n\x0bTokenRecord\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12(\n\x0ctop_logprobs\x18\x03 \x03(\x0b\x32\x12.pdd.v1.TopLogprobB\n\n\x08_logprob*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*C\n\x06Origin\x12\x16\n\x12ORIGIN_UNSPECIFIED\x10\x00\x12\x10\n\x0cORIGIN_RELAY\x10\x01\x12\x0f\n\x0bORIGIN_MAIN\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13pdd/v1/common.proto\x12\x06pdd.v1\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\"\xde\x03\n\x0eSamplingParams\x12\x0c\n\x04seed\x18\x01 \x01(\x04\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05top_p\x18\x04 \x01(\x02\x12\r\n\x05min_p\x18\x05 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x06 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x02\x12%\n\nlogit_bias\x18\t \x03(\x0b\x32\x11.pdd.v1.LogitBias\x12\x12\n\nmax_tokens\x18\n \x01(\r\x12\x12\n\nmin_tokens\x18\x0b \x01(\r\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x15\n\reos_token_ids\x18\r \x03(\x05\x12\x16\n\x0estop_token_ids\x18\x0e \x03(\x05\x12\x19\n\x0cnum_logprobs\x18\x0f \x01(\rH\x01\x88\x01\x01\x12\x19\n\x11\x61llowed_token_ids\x18\x10 \x03(\x05\x12(\n\tbad_words\x18\x11 \x03(\x0b\x32\x15.pdd.v1.TokenSequence\x12\x19\n\x11logprob_token_ids\x18\x12 \x03(\x05\x42\x08\n\x06_top_kB\x0f\n\r_num_logprobs\"\x1c\n\rTokenSequence\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"k\n\x0bTokenRecord\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12(\n\x0ctop_logprobs\x18\x03 \x03(\x0b\x32\x12.pdd.v1.TopLogprobB\n\n\x08_logprob*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*C\n\x06Origin\x12\x16\n\x12ORIGIN_UNSPECIFIED\x10\x00\x12\x10\n\x0cORIGIN_RELAY\x10\x01\x12\x0f\n\x0bORIGIN_MAIN\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdd.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=619
-  _globals['_FINISHREASON']._serialized_end=714
-  _globals['_ORIGIN']._serialized_start=716
-  _globals['_ORIGIN']._serialized_end=783
+  _globals['_FINISHREASON']._serialized_start=745
+  _globals['_FINISHREASON']._serialized_end=840
+  _globals['_ORIGIN']._serialized_start=842
+  _globals['_ORIGIN']._serialized_end=909
   _globals['_LOGITBIAS']._serialized_start=31
   _globals['_LOGITBIAS']._serialized_end=74
   _globals['_SAMPLINGPARAMS']._serialized_start=77
-  _globals['_SAMPLINGPARAMS']._serialized_end=459
-  _globals['_TOPLOGPROB']._serialized_start=461
-  _globals['_TOPLOGPROB']._serialized_end=508
-  _globals['_TOKENRECORD']._serialized_start=510
-  _globals['_TOKENRECORD']._serialized_end=617
+  _globals['_SAMPLINGPARAMS']._serialized_end=555
+  _globals['_TOKENSEQUENCE']._serialized_start=557
+  _globals['_TOKENSEQUENCE']._serialized_end=585
+  _globals['_TOPLOGPROB']._serialized_start=587
+  _globals['_TOPLOGPROB']._serialized_end=634
+  _globals['_TOKENRECORD']._serialized_start=636
+  _globals['_TOKENRECORD']._serialized_end=743
 # @@protoc_insertion_point(module_scope)
