@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -19,14 +19,25 @@ _SOURCES: Final = Path(__file__).parent
 _TARGETS: Final = ("pdd_product", "pdd_attend_decode", "pdd_attend_ragged")
 _COLUMNS: Final = (1, 4, 8, 16)
 
+_registering: Final = threading.Lock()
+_registered: Final[set[str]] = set()
 
-@functools.cache
+
 def load(cache_dir: str | None) -> None:
-    """Make the calls below possible. Raises NativeUnavailableError. See :func:`pddkernels.native.build.compiled`."""
+    """Make the calls below possible; what was registered first serves every ``cache_dir``, for XLA takes a name once. Raises
+    NativeUnavailableError. See :func:`pddkernels.native.build.compiled`.
+    """
+    with _registering:
+        if len(_registered) < len(_TARGETS):
+            _register(cache_dir)
+
+
+def _register(cache_dir: str | None) -> None:
     flags = ("-isystem", jax.ffi.include_dir())
     library = compiled(f"native-xla-{jaxlib.__version__}", _SOURCES, flags, cache_dir)
     for target in _TARGETS:
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu")
+        _registered.add(target)
 
 
 def has_product(weight: jax.Array, x: jax.Array) -> bool:
