@@ -117,7 +117,7 @@ def test_rows_of_one_batch_do_not_disturb_each_other(tiny: Running):
     jobs = []
     for index, length in enumerate((5, 16, 33, 61)):
         prompt = prompt_of(length, seed=7)
-        jobs += [(prompt, SamplingParams(seed=100 + index, max_tokens=32, temperature=1.0, ignore_eos=True))]
+        jobs += [(prompt, SamplingParams(seed=300 + index, max_tokens=32, temperature=1.0, ignore_eos=True))]
     jobs += [(prompt_of(33, seed=7), SamplingParams(seed=999, max_tokens=32, temperature=1.0, ignore_eos=True))]
     expected = single_engine_runs(worker_address(tiny.deployment, "relay-0"), jobs)
     assert expected[2] != expected[4], "same prompt, other seed: other tokens"
