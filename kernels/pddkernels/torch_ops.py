@@ -215,7 +215,7 @@ class NativeOps(PortableOps):
         decodes = {window: native.plan_decode(row_starts, context_lens, page_tables, window) for window in problem.windows}
         chunks: tuple[Chunk, ...] = ()
         portable_chunks = None
-        if row_starts[-1] >= len(row_starts):  # more tokens than rows
+        if np.diff(row_starts).max(initial=0) > 1:
             group = problem.num_heads // problem.num_kv_heads
             if native.can_attend_chunks((problem.query_dtype, problem.kv_dtype), problem.head_dim, group):
                 chunks = native.plan_chunks(row_starts, context_lens, page_tables)

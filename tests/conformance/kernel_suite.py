@@ -36,6 +36,7 @@ _MIXED_ROWS = (
 # per KV head.
 FIXED_BATCHES: Final[dict[str, BatchSpec]] = {
     "page size is kv heads": BatchSpec(_BOUNDARY_ROWS, num_kv_heads=4, group=2, dim=64, page_size=4, share_prefix=True),
+    "as many tokens as rows": BatchSpec((RowSpec(9, 0), RowSpec(5, 2)), num_kv_heads=2, group=3, dim=64, page_size=16),
     "one token": BatchSpec((RowSpec(0, 1),), num_kv_heads=2, group=3, dim=64, page_size=16),
     "prompt of whole pages": BatchSpec((RowSpec(0, 32), RowSpec(16, 16), RowSpec(32, 1)), num_kv_heads=3, group=3, dim=64, page_size=16),
     "one past whole pages": BatchSpec((RowSpec(0, 33), RowSpec(16, 17), RowSpec(33, 1)), num_kv_heads=3, group=3, dim=64, page_size=16),

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from pddbridge.engine import Engine
 from pddbridge.kv_spec import TokenRange
 from pddkernels.mla_decode.triton_plan import LatentShape, plan_mla
+from pddkernels.native.torch_native import Native
 from pddkernels.ragged_paged_attention import reference
 from pddkernels.ragged_paged_attention.options import AttentionOptions
 from pddkernels.ragged_paged_attention.triton_plan import Plan, plan
@@ -172,7 +173,7 @@ def generate_with_triton(model_dir: Path, prompts: list[np.ndarray], count: int)
 
     paths: set[str] = set()
 
-    def choose(problem: Problem, device: torch.device) -> TorchOps:
+    def choose(problem: Problem, device: torch.device, native: Native | None) -> TorchOps:
         ops = triton_ops(problem, device, _FEW_PROCESSORS, small_tiles(problem.num_heads // problem.num_kv_heads))
         paths.add(ops.path)
         return ops
