@@ -56,16 +56,17 @@ class Projection(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Over the features of [..., features, T] (arXiv:1910.07467). Weights and arithmetic are float32, the result has x's dtype."""
+    """Over the features of [..., features, T] (arXiv:1910.07467). Weights and arithmetic are float32, the result has ``dtype``."""
 
-    def __init__(self, features: int, eps: float) -> None:
+    def __init__(self, features: int, eps: float, dtype: jnp.dtype) -> None:
         self.weight = nnx.Param(jnp.ones((features,), jnp.float32))
         self.eps = eps
+        self.dtype = dtype
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
         scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-2, keepdims=True) + self.eps)
-        return (self.weight[...][:, None] * (wide * scale)).astype(x.dtype)
+        return (self.weight[...][:, None] * (wide * scale)).astype(self.dtype)
 
 
 class Attention(nnx.Module):
@@ -76,8 +77,8 @@ class Attention(nnx.Module):
         heads = spec.num_heads + 2 * spec.num_kv_heads
         self.qkv = Projection(spec.hidden_size, heads * spec.head_dim, spec.qkv_bias, dtype, product)
         self.out = Projection(spec.num_heads * spec.head_dim, spec.hidden_size, spec.attention_out_bias, dtype, product)
-        self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
-        self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
+        self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps, dtype) if spec.qk_norm else None
+        self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps, dtype) if spec.qk_norm else None
 
     def __call__(
         self,
@@ -115,15 +116,17 @@ class MLP(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """One pre-norm decoder layer; with post norms, what is added to the residual stream is normed too."""
+    """One pre-norm decoder layer; with post norms, what is added to the residual stream is normed too. The stream is float32 in any compute
+    dtype: rounding it after every layer costs more digits than all products, and it is small.
+    """
 
     def __init__(self, spec: ModelSpec, dtype: jnp.dtype, product: Product) -> None:
-        self.attention_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.attention_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype)
         self.attention = Attention(spec, dtype, product)
-        self.attention_post_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps) if spec.post_norms else None
-        self.mlp_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.attention_post_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, jnp.dtype(jnp.float32)) if spec.post_norms else None
+        self.mlp_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype)
         self.mlp = MLP(spec, dtype, product)
-        self.mlp_post_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps) if spec.post_norms else None
+        self.mlp_post_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, jnp.dtype(jnp.float32)) if spec.post_norms else None
 
     def __call__(
         self,
@@ -152,7 +155,7 @@ class Llama(nnx.Module):
         """``product``: of every weight matrix with activations."""
         self.embedding = nnx.Param(jnp.zeros((spec.vocab_size, spec.hidden_size), dtype))
         self.layers = nnx.List([Layer(spec, dtype, product) for _ in range(spec.num_layers)])
-        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype)
         self.lm_head = None if spec.tie_embeddings else nnx.Param(jnp.zeros((spec.vocab_size, spec.hidden_size), dtype))
         # Angles of every position the engine may see, so that cos and sin are numpy's on every device.
         self.rope = RopeTable(jnp.zeros((len(spec.ropes), 2, max_context_tokens, spec.head_dim // 2), jnp.float32))
@@ -172,13 +175,13 @@ class Llama(nnx.Module):
     ) -> tuple[jax.Array, list[jax.Array]]:
         """``token_ids``, ``positions``, ``slots`` [T] i32, ``pages`` one array per layer.
 
-        Returns hidden states [hidden, T] before the last norm, and the pages.
+        Returns float32 hidden states [hidden, T] before the last norm, and the pages.
         """
         cos_sin = self.rope[...][:, :, positions].transpose(0, 1, 3, 2)
         ropes = [(table[0], table[1]) for table in cos_sin]
-        x = self.lookup(token_ids).T
+        x = self.lookup(token_ids).T.astype(jnp.float32)
         if self.embedding_scale != 1:
-            x = (x.astype(jnp.float32) * self.embedding_scale).astype(x.dtype)
+            x = x * self.embedding_scale
         structure = nnx.graphdef(self.layers[0])
 
         # All layers of equal options are one function of their weights: traced once instead of once per layer.
