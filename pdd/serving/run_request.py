@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 from pdd.config import LaunchConfig
 from pdd.errors import Code, PddError
 from pdd.policy.failover import FailoverSnapshot, HolderState, plan_failover
-from pdd.policy.pipeline import Pipeline, PipelineDecision, PipelineSnapshot, choose_pipeline
+from pdd.policy.pipeline import Pipeline, PipelineDecision, choose_pipeline
 from pdd.serving.acceptor import Acceptor
 from pdd.serving.handoff_run import HandoffRun
 from pdd.serving.holders import Attach, Holder, Holders
 from pdd.serving.link_estimate import LinkEstimate
 from pdd.serving.metrics import Metrics
+from pdd.serving.pipeline_snapshot import pipeline_snapshot
 from pdd.serving.prefill_run import PrefillRun, open_prefill
 from pdd.serving.request import Delta, GenerationRequest
 from pdd.serving.reservation import REQUEST_ERRORS, Reservation, reserve
@@ -165,7 +166,9 @@ class RequestRun:
             self._timeline.decision = PipelineDecision("direct", "main_lost", cause, None)
             self._recompute(behind_relay=False, cause=cause)
             return
-        decision = choose_pipeline(self._snapshot(reserved), self._forced, self._config.policy.direct_budget_s)
+        decision = choose_pipeline(
+            pipeline_snapshot(reserved, self._prompt_tokens, self._pool, self._links), self._forced, self._config.policy.direct_budget_s
+        )
         self._timeline.decision = decision
         self._metrics.pipelines.labels(decision.pipeline, decision.reason).inc()
         if decision.pipeline == "direct":
@@ -177,24 +180,6 @@ class RequestRun:
                 self._handoff.main_opened_with(())
             else:
                 self._handoff.commit_now(self._main, self._acceptor.log.ids)
-
-    def _snapshot(self, reserved: Reservation) -> PipelineSnapshot:
-        main, relay, prefill = self._main, self._relay, self._pool.route("prefill")
-        goodput, link = None, None
-        if main is not None and prefill is not None:
-            goodput = self._links.goodput_bytes_s((prefill.place.site, main.worker.place.site))
-            link = prefill.link_to(main.worker.name)
-        return PipelineSnapshot(
-            main_miss_tokens=self._prompt_tokens - 1 if main is None else main.miss_tokens(self._prompt_tokens),
-            kv_bytes_per_token=self._pool.workers[0].info.kv_bytes_per_token,
-            goodput_bytes_s=goodput,
-            rtt_s=0.0 if main is None else main.worker.rtt_s,
-            relay=reserved.relay_state,
-            relay_running=0 if relay is None else relay.worker.num_held,
-            relay_capacity=0 if relay is None else relay.worker.info.max_rows,
-            main_available=main is not None,
-            link=link,
-        )
 
     def _start_prefill(self) -> None:
         decoders = [h for h in (self._relay, self._main) if h is not None and not h.computes and not h.kv_here]

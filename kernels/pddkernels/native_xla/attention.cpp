@@ -6,7 +6,7 @@
 // merged (the online softmax of arXiv:1805.02867).
 #include <vector>
 
-#include "lanes.h"
+#include "numbers.h"
 #include "parallel.h"
 
 namespace ffi = xla::ffi;
@@ -61,7 +61,7 @@ void exponentials(float* scores, long count, float soft_cap, float& maximum, flo
   floats sums = {};
   long t = 0;
   for (; t + kLanes <= count; t += kLanes) sums += load(scores + t);
-  sum = sum_lanes(sums);
+  sum = total(sums);
   for (; t < count; ++t) sum += scores[t];
   maximum = largest;
 }
@@ -84,7 +84,7 @@ void attend_heads(const float* queries, const Page* k, const std::int32_t* table
       for (int h = 0; h < kHeads; ++h) products[h] += values * q[h][i];
     }
 #pragma GCC unroll 4
-    for (int h = 0; h < kHeads; ++h) scores[h][at] = sum_lanes(products[h]);
+    for (int h = 0; h < kHeads; ++h) scores[h][at] = total(products[h]);
   });
   for (int h = 0; h < kHeads; ++h) exponentials(scores[h], span.end - span.begin, shape.soft_cap, maxima[h], sums[h]);
   floats weighted[kHeads][kVectors] = {};

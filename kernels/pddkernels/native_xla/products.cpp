@@ -3,7 +3,7 @@
 // Weights are read once, as they lie. kRows outputs are summed at a time, in registers: of all columns (a vector holds them), or, of one
 // column, along the inputs. So many rows side by side are too many streams for processors to run ahead of, so what the next rows need is
 // fetched while these are computed (measured: 33 GB/s of weights instead of 21 for 8 columns).
-#include "lanes.h"
+#include "numbers.h"
 #include "parallel.h"
 
 namespace ffi = xla::ffi;
@@ -58,7 +58,7 @@ struct Columns<1> {
       for (int row = 0; row < kRows; ++row) sums[row] += inputs * load(weight + row * in + i);
     }
     for (int row = 0; row < kRows; ++row) {
-      out[row] = sum_lanes(sums[row]);
+      out[row] = total(sums[row]);
       for (long rest = i; rest < in; ++rest) out[row] += x[rest] * weight[row * in + rest];
     }
   }
