@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from pdd.faults import Fault, RandomFaults
+from pdd.policy_config import PolicyConfig
 from pdd.roles import Role
+from pdd.strict_model import StrictModel
 
 # How KV moves between two workers of one site. "auto": NIXL if both have it, else shared memory if they are on
 # one host, else TCP.
@@ -21,11 +23,7 @@ Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class EmulatedLink(_Strict):
+class EmulatedLink(StrictModel):
     """What the emulator does to each direction of a link, and what goes wrong on it."""
 
     rate_mbit_s: Annotated[float, Field(ge=0.001, le=1e6)]
@@ -35,7 +33,7 @@ class EmulatedLink(_Strict):
     random_faults: RandomFaults | None = None
 
 
-class LinkConfig(_Strict):
+class LinkConfig(StrictModel):
     """A link between two sites. Without ``emulate`` the sites are reached directly. ``codec`` of KV on it: "auto" is whichever moves most,
     by what was measured of link and codecs; lossy ones (int8, fp8) change results a little and need ``allow_lossy``.
     """
@@ -52,7 +50,7 @@ class LinkConfig(_Strict):
         return self
 
 
-class WorkerConfig(_Strict):
+class WorkerConfig(StrictModel):
     """One worker process. ``port`` and ``kv_port`` may be left out: the launcher then picks free ones. ``model``: where this worker finds
     the model, if not where the config says (GGUF at one site, safetensors at the other); the handshake refuses a different one.
     ``num_devices``: over how many of ``device`` a JAX engine splits the model.
@@ -99,19 +97,7 @@ class WorkerConfig(_Strict):
         return self
 
 
-class PolicyConfig(_Strict):
-    """``pipeline``: "auto" decides per request; the others force one. ``direct_budget_s``: predicted wait for KV up to which
-    "auto" goes direct. ``catch_up_chunk``: log tokens that main ingests at once while the relay runs on; above it "auto" catches up.
-    """
-
-    pipeline: Literal["auto", "direct", "relay"] = "auto"
-    direct_budget_s: Annotated[float, Field(ge=0)] = 0.5
-    handoff: Literal["auto", "one_shot", "catch_up"] = "auto"
-    catch_up_chunk: Annotated[int, Field(ge=1)] = 64
-    fallback_recompute: bool = True
-
-
-class ServingConfig(_Strict):
+class ServingConfig(StrictModel):
     """``allow_override``: clients may force pipeline and handoff per request (benchmarks, tests, proofs)."""
 
     host: str = "127.0.0.1"
@@ -125,7 +111,7 @@ class ServingConfig(_Strict):
     allow_override: bool = False
 
 
-class LaunchConfig(_Strict):
+class LaunchConfig(StrictModel):
     """``model``: a name that ``pdd pull`` fetched, or a local directory. ``kv_dtype`` is one for all workers, or no KV can move.
     ``local_link``: what KV takes between workers of one site; between sites it takes TCP.
     """
