@@ -1,37 +1,29 @@
 """`pdd bench ttft`: the same prompts through a same-site split, a cross-site split and PDD, in one run over the same worker processes.
 
-A mode is a coordinator of its own over the shared workers: *same_site* reaches main decode without the emulated link and goes direct,
-*cross_site* reaches it over the link and goes direct, *pdd* reaches it over the link with the config's policy. In every mode the first
-token comes from a decode worker. Requests of the modes take turns, so that a drifting machine hurts all alike, and each request has a
-prefix cache of its own (a salt), so that main decode is cold. Times are taken at the client, from sending the request.
+Requests of the modes take turns, so that a drifting machine hurts all alike, and each request has a prefix cache of its own (a salt), so
+that main decode is cold. Times are taken at the client, from sending the request. With many requests at a time: :mod:`pdd.bench.ttft_mix`.
 """
 
 from __future__ import annotations
 
 import json
-import time
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from pdd.bench.modes import LABELS, MODES, Mode, own_ports, start_modes
 from pdd.bench.stats import Percentiles, percentiles
 from pdd.config import LaunchConfig
 from pdd.launch.ask import Answer, ask
 from pdd.launch.local import Deployment
-from pdd.launch.plan import plan_topology
 from pdd.launch.serve import StartProgress
 from pdd.models import resolve
-from pdd.topology import Route, Topology
 from pddbridge.checkpoint import open_checkpoint
-
-Mode = Literal["same_site", "cross_site", "pdd"]
-MODES: tuple[Mode, ...] = ("same_site", "cross_site", "pdd")
-_LABELS = {"same_site": "same-site split", "cross_site": "cross-site split", "pdd": "PDD"}
 
 
 @dataclass(frozen=True)
@@ -68,25 +60,15 @@ def run(config: LaunchConfig, cache_dir: Path, plan: Plan, console: Console, jso
     vocab_size = open_checkpoint(resolve(config.model, cache_dir)).spec.vocab_size
     prompts = _prompts(plan, vocab_size)
     answers: dict[Mode, list[Answer]] = {mode: [] for mode in MODES}
-    with Deployment(_own_ports(config), cache_dir) as deployment:
-        deadline_s = time.monotonic() + config.start_timeout_s
-        urls = {}
-        progress = StartProgress(console)
-        with progress.bars:
-            deployment.start_workers()
-            deployment.wait_ready(deadline_s, progress)
-            for mode in MODES:
-                mode_config, topology = _mode(mode, config, deployment.topology)
-                deployment.start_coordinator(f"coordinator-{mode.replace('_', '-')}", mode_config, topology)
-                urls[mode] = f"http://{topology.http}/v1/completions"
-            deployment.wait_ready(deadline_s, progress)
+    with Deployment(own_ports(config), cache_dir) as deployment:
+        urls = start_modes(deployment, StartProgress(console))
         for index, prompt in enumerate(prompts):
             for mode in MODES:
                 answer = ask(urls[mode], _body(config.model, prompt, plan.output_len, f"{plan.seed}-{index}-{mode}"))
                 if index > 0:  # the first round only warms connections
                     answers[mode].append(answer)
             console.print(f"request {index}/{plan.num_requests}", end="\r")
-    results = {mode: _outcome(mode, answers[mode]) for mode in MODES}
+    results = {mode: outcome(mode, answers[mode]) for mode in MODES}
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps({mode: asdict(outcome) for mode, outcome in results.items()}, indent=1) + "\n", encoding="utf-8")
@@ -117,24 +99,7 @@ def _body(model: str, prompt: list[int], output_len: int, salt: str) -> dict[str
     return {"model": model, "prompt": prompt, "cache_salt": salt, **sampling}
 
 
-def _own_ports(config: LaunchConfig) -> LaunchConfig:
-    """With doors on free ports: a service that runs on the config's own may go on."""
-    return config.model_copy(update={"serving": config.serving.model_copy(update={"http_port": None, "grpc_port": None})})
-
-
-def _mode(mode: Mode, config: LaunchConfig, workers: Topology) -> tuple[LaunchConfig, Topology]:
-    """The config and topology of a mode's coordinator: same workers, ports of its own."""
-    serving = _own_ports(config).serving.model_copy(update={"allow_override": True})
-    policy = config.policy if mode == "pdd" else config.policy.model_copy(update={"pipeline": "direct"})
-    mode_config = config.model_copy(update={"serving": serving, "policy": policy})
-    doors = plan_topology(mode_config)
-    places = workers.workers
-    if mode == "same_site":
-        places = tuple(replace(p, routes=tuple(Route(r.from_site, p.control, p.kv, config.local_link) for r in p.routes)) for p in places)
-    return mode_config, Topology(places, doors.http, doors.grpc)
-
-
-def _outcome(mode: Mode, answers: list[Answer]) -> Outcome:
+def outcome(mode: Mode, answers: list[Answer]) -> Outcome:
     times = [[piece.at_s for piece in answer.pieces if piece.num_tokens] for answer in answers]
     if any(len(t) < 2 for t in times):
         raise ValueError(f"{mode}: an answer came in fewer than two pieces, no inter-token latency can be measured")
@@ -164,14 +129,14 @@ def show(results: dict[Mode, Outcome], console: Console) -> None:
         table.add_column(column)
     for mode, o in results.items():
         cells = [" / ".join(f"{v:.2f}" for v in p.values()) for p in (o.ttft_s, o.second_token_s, o.max_itl_s, o.e2e_s)]
-        table.add_row(_LABELS[mode], *cells, f"{o.relay_share:.1%}", f"{o.wan_kv_bytes / 1e6:.1f} ({o.wan_kv_wire_bytes / 1e6:.1f})")
+        table.add_row(LABELS[mode], *cells, f"{o.relay_share:.1%}", f"{o.wan_kv_bytes / 1e6:.1f} ({o.wan_kv_wire_bytes / 1e6:.1f})")
     console.print(table)
     same, cross, pdd = (results[mode].ttft_s["p50"] for mode in MODES)
     console.print(f"TTFT P50: cross-site is {cross / same:.2f} x same-site; PDD is {pdd / same:.2f} x same-site,", end=" ")
     console.print(f"{1 - pdd / cross:.1%} below cross-site")
 
 
-def save_plot(results: dict[Mode, Outcome], path: Path) -> None:
+def save_plot(results: Mapping[Mode, Outcome], path: Path) -> None:
     """Bars of TTFT, largest ITL and E2E per mode with P90 and P99 marks."""
     import matplotlib as mpl
 
@@ -187,7 +152,7 @@ def save_plot(results: dict[Mode, Outcome], path: Path) -> None:
             axis.bar(x, p["p50"], width=0.6, color={"same_site": "#9aa5b1", "cross_site": "#d1495b", "pdd": "#2e86ab"}[mode])
             axis.scatter([x, x], [p["p90"], p["p99"]], marker="_", color="black", s=120)
             axis.annotate(f"{p['p50']:.2f}", (x, p["p50"]), ha="center", va="bottom", fontsize=8)
-        axis.set_xticks(range(len(results)), [_LABELS[mode] for mode in results], fontsize=8)
+        axis.set_xticks(range(len(results)), [LABELS[mode] for mode in results], fontsize=8)
         axis.set_title(f"{title}, s (P50; marks: P90, P99)", fontsize=9)
         axis.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)

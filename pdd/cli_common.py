@@ -1,0 +1,44 @@
+"""What all commands of `pdd` share: where things are kept, how a mistake ends, which console tables go to."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+DEFAULT_CONFIG = Path("configs/local.yaml")
+ConfigArgument = Annotated[Path, typer.Argument(help="launch config (YAML)")]
+
+
+def cache_dir() -> Path:
+    """Where models and compiled programs are kept: $PDD_CACHE, else ~/.cache/pdd."""
+    return Path(os.environ.get("PDD_CACHE") or Path.home() / ".cache" / "pdd")
+
+
+def fail(message: object, status: int = 1) -> typer.Exit:
+    """To be raised: one line on stderr, then this exit status."""
+    Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print(f"pdd: {message}")
+    return typer.Exit(status)
+
+
+def writable(option: typer.CallbackParam, path: Path | None) -> Path | None:
+    """Refuse a file that cannot be written before minutes of work, not after."""
+    if path is not None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            was_there = path.exists()
+            path.open("a").close()
+            if not was_there:
+                path.unlink()
+        except OSError as error:
+            raise fail(f"{option.opts[0]}: given {str(path)!r}, which cannot be written: {error.strerror}", 2) from error
+    return path
+
+
+def wide_console() -> Console:
+    """Where nobody reads along (a file, a pipe) tables need not fit into 80 columns."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=200)
