@@ -68,6 +68,17 @@ class Fault(BaseModel):
         return self.port in (None, port) and (self.connections is None or connection in self.connections)
 
 
+class LinkOrder(BaseModel):
+    """What a running emulator is told: let ``fault`` happen now on every link, whatever its trigger says (``at_s: 0`` means nothing else);
+    without one, carry ``rate_mbit_s`` per direction from now on, None for what the config says.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    fault: Fault | None = None
+    rate_mbit_s: Annotated[float, Field(ge=0.001, le=1e6)] | None = None
+
+
 class RandomFaults(BaseModel):
     """One fault for each of the first ``num_connections`` connections of every port, drawn from ``seed``: kind, direction and place within
     the first ``within_bytes``. Lasting ones last up to ``longest_s``, so that whoever waits gets through in the end.

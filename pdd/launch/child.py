@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Callable
 
 
 def report(event: str, **fields: str | int | float) -> None:
@@ -15,13 +16,19 @@ def report(event: str, **fields: str | int | float) -> None:
     print(json.dumps({"event": event, **fields}), flush=True)
 
 
-def when_parent_ends(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
-    """Set ``stop`` on ``loop`` once stdin, a pipe whose other end only the parent holds, is closed."""
+def when_parent_ends(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, on_line: Callable[[bytes], None] | None = None) -> None:
+    """Set ``stop`` on ``loop`` once stdin, a pipe whose other end only the parent holds, is closed. Lines that the parent writes until then
+    go to ``on_line``, on the loop.
+    """
 
     def watch() -> None:
-        while os.read(sys.stdin.fileno(), 4096):
-            pass
+        rest = b""
         with contextlib.suppress(RuntimeError):  # the loop is closed: we are ending anyway
+            while data := os.read(sys.stdin.fileno(), 4096):
+                *lines, rest = (rest + data).split(b"\n")
+                if on_line is not None:
+                    for line in lines:
+                        loop.call_soon_threadsafe(on_line, line)
             loop.call_soon_threadsafe(stop.set)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()

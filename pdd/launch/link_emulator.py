@@ -17,8 +17,10 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from pdd.config import EmulatedLink, LaunchConfig, load
-from pdd.faults import Fault, PortKind
+from pdd.faults import Fault, LinkOrder, PortKind
 from pdd.launch import child
 from pdd.launch.link_connection import Connection, reset_on_close
 from pdd.launch.shaper import Direction
@@ -133,6 +135,20 @@ class LinkEmulator:
         for entrance in self._entrances:
             entrance.strike(fault)
 
+    def obey(self, line: bytes) -> None:
+        """What the launcher writes to stdin while the emulator runs, one :class:`LinkOrder` a line. A line that is none is reported."""
+        try:
+            order = LinkOrder.model_validate_json(line)
+        except ValidationError as error:
+            child.report("refused", why=str(error).splitlines()[0])
+            return
+        if order.fault is not None:
+            self.strike(order.fault)
+        else:
+            for direction in self.directions.values():
+                direction.set_rate(order.rate_mbit_s)
+        child.report("obeyed")
+
     async def close(self) -> None:
         for entrance in self._entrances:
             for timer in entrance.timers:
@@ -160,7 +176,7 @@ async def _serve(config: LaunchConfig, topology: Topology) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
-    child.when_parent_ends(loop, stop)
+    child.when_parent_ends(loop, stop, emulator.obey)
     for port, link in proxy_ports(config, topology):
         await emulator.add(port, link)
     child.report("ready")

@@ -72,14 +72,17 @@ class Deployment:
         config_file, topology_file = self.write_files("main", self.config, self.topology)
         arguments = ["--config", str(config_file), "--topology", str(topology_file)]
         if proxy_ports(self.config, self.topology):
-            self._spawn("link", ["pdd.launch.link_emulator", *arguments])
+            self.start_link(arguments)
         for worker in self.config.workers:
             self.start_worker(worker.name, arguments)
 
+    def start_link(self, arguments: list[str] | None = None) -> None:
+        """Start (or start again, on the same ports) the link emulator."""
+        self._spawn("link", ["pdd.launch.link_emulator", *(arguments or self._files("main"))])
+
     def start_worker(self, name: str, arguments: list[str] | None = None) -> None:
         """Start (or start again, on the same ports) one worker."""
-        if arguments is None:
-            arguments = ["--config", str(self.run_dir / "main.yaml"), "--topology", str(self.run_dir / "main.json")]
+        arguments = arguments or self._files("main")
         self._spawn(name, ["pdd.worker.main", *arguments, "--name", name, "--cache-dir", str(self.cache_dir)])
 
     def start_coordinator(self, name: str, config: LaunchConfig, topology: Topology) -> None:
@@ -87,6 +90,9 @@ class Deployment:
         config_file, topology_file = self.write_files(name, config, topology)
         files = ["--config", str(config_file), "--topology", str(topology_file)]
         self._spawn(name, ["pdd.serving.main", *files, "--cache-dir", str(self.cache_dir)])
+
+    def _files(self, stem: str) -> list[str]:
+        return ["--config", str(self.run_dir / f"{stem}.yaml"), "--topology", str(self.run_dir / f"{stem}.json")]
 
     def write_files(self, stem: str, config: LaunchConfig, topology: Topology) -> tuple[Path, Path]:
         config_file, topology_file = self.run_dir / f"{stem}.yaml", self.run_dir / f"{stem}.json"

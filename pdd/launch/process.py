@@ -55,6 +55,12 @@ class ChildProcess:
         if self.running():
             self._popen.send_signal(signal.SIGTERM)
 
+    def tell(self, line: str) -> None:
+        """Write one line to its stdin. Raises OSError when it has ended."""
+        assert self._popen.stdin is not None
+        self._popen.stdin.write(line.encode() + b"\n")
+        self._popen.stdin.flush()
+
     def kill(self) -> None:
         """SIGKILL, as a crash would look."""
         if self.running():

@@ -64,7 +64,8 @@ class Direction:
     """A shared line. ``run`` is its pump; one per direction and event loop."""
 
     def __init__(self, link: EmulatedLink, seed: int) -> None:
-        self._bytes_per_s = link.rate_mbit_s * 1e6 / 8
+        self._link = link
+        self.set_rate(None)
         self.delay_s = link.rtt_ms / 2000.0
         self._jitter_s = link.jitter_ms / 1000.0
         self._random = random.Random(seed)
@@ -76,6 +77,10 @@ class Direction:
     def buffer_limit_bytes(self) -> int:
         """What one flow may have under way: twice the bandwidth-delay product, as a tuned TCP sender would, at least 256 KiB."""
         return max(256 * 1024, int(2 * self._bytes_per_s * (2 * self.delay_s + self._jitter_s)))
+
+    def set_rate(self, rate_mbit_s: float | None) -> None:
+        """From the next quantum on; None for the config's rate."""
+        self._bytes_per_s = (self._link.rate_mbit_s if rate_mbit_s is None else rate_mbit_s) * 1e6 / 8
 
     def wake(self, flow: Flow) -> None:
         """A flow has data: give it a turn unless it has one already."""

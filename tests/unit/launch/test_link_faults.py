@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from pdd.config import EmulatedLink, LaunchConfig
-from pdd.faults import Fault, RandomFaults
+from pdd.faults import Fault, LinkOrder, RandomFaults
 from pdd.launch.link_emulator import LinkEmulator, ProxyPort
 from pdd.topology import Address
 
@@ -293,6 +293,23 @@ async def test_nothing_is_left_when_the_emulator_closes() -> None:
         await until(lambda: far.got != [] and len(far.got[0]) == 1)
         writer.transport.abort()
     await until(lambda: asyncio.all_tasks() <= before)
+
+
+async def test_a_running_emulator_does_as_it_is_told() -> None:
+    async with faulty() as (far, address, emulator):
+        reader, writer = await connect(address)
+        emulator.obey(b'{"rate_mbit_s": 0.1}')
+        begun_s = time.monotonic()
+        writer.write(DATA[:5000])
+        await until(lambda: far.got != [] and len(far.got[0]) == 5000)
+        assert time.monotonic() - begun_s > 0.3, "5,000 bytes take 0.4 s at 0.1 Mbit/s"
+        emulator.obey(b'{"rate_mbit_s": null}')
+        writer.write(DATA[5000:])
+        await until(lambda: bytes(far.got[0]) == DATA)
+        emulator.obey(b"no order")
+        emulator.obey(LinkOrder(fault=Fault(kind="reset", at_s=0)).model_dump_json().encode())
+        with pytest.raises(ConnectionError):
+            await reader.readexactly(1)
 
 
 @pytest.mark.parametrize(
