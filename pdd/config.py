@@ -15,6 +15,7 @@ from pdd.faults import Fault, RandomFaults
 from pdd.policy_config import PolicyConfig
 from pdd.roles import Role
 from pdd.strict_model import StrictModel
+from pdd.survival_config import SurvivalConfig
 
 # How KV moves between two workers of one site. "auto": NIXL if both have it, else shared memory if they are on
 # one host, else TCP.
@@ -124,6 +125,7 @@ class LaunchConfig(StrictModel):
     workers: Annotated[tuple[WorkerConfig, ...], Field(min_length=1)]
     serving: ServingConfig
     policy: PolicyConfig = PolicyConfig()
+    survival: SurvivalConfig = SurvivalConfig()
     start_timeout_s: Annotated[float, Field(gt=0)] = 300.0
 
     @model_validator(mode="after")
