@@ -15,7 +15,8 @@ from pdd.serving.link_metrics import LinkCollector
 from pdd.serving.metrics import Metrics
 from pdd.serving.prompt_scores import score_prompt
 from pdd.serving.request import Delta, GenerationRequest, Override
-from pdd.serving.run_request import RequestRun, RunContext
+from pdd.serving.request_parts import RunContext
+from pdd.serving.run_request import RequestRun
 from pdd.serving.shared_prompts import SharedPrompts
 from pdd.serving.text.model import TextModel
 from pdd.serving.timeline import TimelineRecorder

@@ -167,7 +167,7 @@ async def test_a_follower_waits_no_longer_than_its_own_time() -> None:
 
 
 async def test_a_follower_that_waited_long_enough_runs_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdd.serving.run_request.SHARE_WAIT_S", 0.05)
+    monkeypatch.setattr("pdd.serving.begin_run.SHARE_WAIT_S", 0.05)
     gate = opened(False)
     scripts = remembering()
     scripts["prefill-0"].prefill_gate = gate

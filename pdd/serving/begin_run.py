@@ -1,0 +1,120 @@
+"""The beginning of one request, until its first token: reserve at main and relay, choose the pipeline, start prefill."""
+
+from __future__ import annotations
+
+from pdd.policy.pipeline import Pipeline, PipelineDecision, choose_pipeline
+from pdd.serving.failover_run import FailoverRun
+from pdd.serving.holders import Holder
+from pdd.serving.pipeline_snapshot import pipeline_snapshot
+from pdd.serving.prefill_run import PrefillRun, open_prefill
+from pdd.serving.request_parts import RequestParts
+from pdd.serving.reservation import Reservation, reserve
+from pdd.serving.shared_prompts import SHARE_WAIT_S, Entry
+from pdd.serving.worker_events import Event, SharedAtMain
+
+
+class BeginRun:
+    """``run`` once; ``start_prefill`` again when main joins later."""
+
+    def __init__(self, parts: RequestParts, failover: FailoverRun) -> None:
+        self._parts = parts
+        self._failover = failover
+        wish = parts.request.override
+        policy = parts.context.config.policy
+        self._relay_limit = wish.handoff_at
+        self._forced: Pipeline | None = wish.pipeline
+        if self._forced is None:
+            self._forced = "relay" if wish.handoff_at is not None else (None if policy.pipeline == "auto" else policy.pipeline)
+
+    async def run(self) -> list[tuple[Holder, Event]]:
+        """Reserve, choose, start prefill; or go on from what a request with the same prompt brings. Events to be handled next."""
+        parts = self._parts
+        may_relay = self._forced != "direct" and parts.context.pool.has_role("relay")
+        if await self._enter(may_relay) == "relay":
+            reserved = await reserve(parts.context.pool, parts.holders, True, self._relay_limit, parts.share, with_main=False)
+            if reserved.relay is not None and reserved.relay.miss_tokens(parts.prompt_tokens) == 0:
+                self._relay_shared(reserved.relay)
+                return reserved.early
+            if reserved.relay is not None:
+                parts.holders.release(reserved.relay)  # its cache has let go of the prompt, or keeps none: bring it anew
+            else:
+                await self._enter(may_relay=False)
+        reserved = await reserve(parts.context.pool, parts.holders, may_relay, self._relay_limit, parts.share)
+        self._choose(reserved)
+        self.start_prefill()
+        return reserved.early
+
+    async def _enter(self, may_relay: bool) -> Entry:
+        parts = self._parts
+        if parts.prompt_tokens == 1:
+            return "alone"  # there is no KV to share
+        must_relay = may_relay and self._forced == "relay"
+        entry = await parts.share.enter(may_relay, must_relay, min(SHARE_WAIT_S, parts.holders.remaining_s))
+        parts.holders.check_deadline()
+        if entry == "alone":
+            parts.count_fallback("shared_late", f"the request with the same prompt had no KV to share after {SHARE_WAIT_S:g} s")
+        return entry
+
+    def _relay_shared(self, relay: Holder) -> None:
+        """The relay has the prompt from another request, and main will have it."""
+        parts = self._parts
+        parts.relay = relay
+        parts.timeline.decision = PipelineDecision("relay", "shared", "another request brings main this KV; the relay has it", None)
+        parts.context.metrics.pipelines.labels("relay", "shared").inc()
+        parts.kv_arrived(relay)
+        parts.awaits_shared = True
+        parts.share.when_main(lambda: parts.holders.tell(relay, SharedAtMain()))
+
+    def main_looked_up(self, main: Holder) -> None:
+        """Main has said what it holds of the prompt."""
+        parts = self._parts
+        hit = main.reserved.hit_tokens if main.reserved is not None else 0
+        parts.timeline.main_hit_tokens = hit
+        parts.context.metrics.cache_queries.labels("main").inc(parts.prompt_tokens - 1)
+        parts.context.metrics.cache_hits.labels("main").inc(hit)
+
+    def _choose(self, reserved: Reservation) -> None:
+        parts = self._parts
+        for part, message in reserved.losses:
+            parts.count_fallback(f"{part}_lost", message)
+        parts.main, parts.relay = reserved.main, reserved.relay
+        if parts.main is not None:
+            self.main_looked_up(parts.main)
+        elif parts.relay is None:
+            cause = "; ".join(message for _, message in reserved.losses)
+            parts.timeline.decision = PipelineDecision("direct", "main_lost", cause, None)
+            self._failover.recompute(behind_relay=False, cause=cause)
+            return
+        decision = choose_pipeline(
+            pipeline_snapshot(reserved, parts.prompt_tokens, parts.context.pool, parts.context.links),
+            self._forced,
+            parts.context.config.policy.direct_budget_s,
+        )
+        parts.timeline.decision = decision
+        parts.context.metrics.pipelines.labels(decision.pipeline, decision.reason).inc()
+        if decision.pipeline == "direct":
+            assert parts.main is not None
+            if parts.relay is not None:
+                parts.holders.release(parts.relay)
+                parts.relay = None
+            if reserved.main_decodes:
+                parts.handoff.main_opened_with(())
+            else:
+                parts.handoff.commit_now(parts.main, parts.acceptor.log.ids)
+
+    def start_prefill(self) -> None:
+        """For whoever lacks KV of the prompt and does not compute it; the others have it now."""
+        parts = self._parts
+        decoders = [h for h in (parts.relay, parts.main) if h is not None and not h.computes and not h.kv_here]
+        targets = [holder for holder in decoders if holder.miss_tokens(parts.prompt_tokens) > 0]
+        parts.share.relay_is_coming(parts.relay in targets)
+        for holder in decoders:
+            if holder not in targets:
+                parts.kv_arrived(holder)
+        if not targets:
+            return
+        worker = parts.context.pool.route("prefill")
+        if worker is None:
+            self._failover.fail_over("prefill_lost", "no prefill worker is ready", main_died=False)
+            return
+        parts.prefill = PrefillRun(open_prefill(parts.holders, worker, targets), targets, parts.context.config, parts.timeline)

@@ -1,0 +1,78 @@
+"""One request's state while it runs: who holds what for it, what was accepted of it, and what all requests share."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from pdd.config import LaunchConfig
+from pdd.serving.acceptor import Acceptor
+from pdd.serving.handoff_run import HandoffRun
+from pdd.serving.holders import Holder, Holders
+from pdd.serving.link_estimate import LinkEstimate
+from pdd.serving.metrics import Metrics
+from pdd.serving.prefill_run import PrefillRun
+from pdd.serving.request import GenerationRequest
+from pdd.serving.shared_prompts import PromptShare, SharedPrompts
+from pdd.serving.timeline import TimelineRecorder
+from pdd.serving.worker_pool import WorkerPool
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What all requests of a coordinator share."""
+
+    config: LaunchConfig
+    pool: WorkerPool
+    links: LinkEstimate
+    metrics: Metrics
+    prompts: SharedPrompts
+
+
+@dataclass(eq=False)
+class RequestParts:
+    """``main``, ``relay``, ``prefill``: None before they are chosen and once they have no further part ·
+    ``awaits_shared``: it relays, and main is opened when another request's KV is there.
+    """
+
+    request: GenerationRequest
+    context: RunContext
+    acceptor: Acceptor
+    timeline: TimelineRecorder
+    holders: Holders
+    handoff: HandoffRun
+    share: PromptShare
+    main: Holder | None = None
+    relay: Holder | None = None
+    prefill: PrefillRun | None = None
+    awaits_shared: bool = False
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.request.prompt_ids)
+
+    def advance(self) -> None:
+        """Take the handoff as far as it can go now."""
+        if self.main is not None and self.main.kv_here and self.acceptor.finish_reason is None:
+            self.handoff.advance(self.main, self.relay, self.acceptor.log.ids)
+
+    def kv_arrived(self, holder: Holder) -> None:
+        """``holder`` has the prompt's KV: those who wait for the same prompt there are told."""
+        holder.kv_here = True
+        now = self.timeline.now_s()
+        if holder is self.relay:
+            self.share.kv_at_relay(holder.worker.name)
+            if self.timeline.relay_kv_s is None:
+                self.timeline.relay_kv_s = now
+        if holder is self.main:
+            self.share.kv_at_main(holder.worker.name)
+            if self.timeline.main_kv_s is None:
+                self.timeline.main_kv_s = now
+            self.advance()
+
+    def count_fallback(self, reason: str, cause: str) -> None:
+        self.timeline.fallbacks += 1
+        self.context.metrics.fallbacks.labels(reason).inc()
+        _log.warning("request %s: fallback %s after %d tokens: %s", self.request.request_id, reason, len(self.acceptor.log), cause)
