@@ -157,6 +157,7 @@ class Executor:
             deadline=command.deadline,
             push=self._push_feed(command),
             prompt_logprobs=command.prompt_logprobs,
+            given_len=len(command.log_ids),
         )
         self._requests[request.request_id] = request
         self._service.arrive(request.tenant)
@@ -169,16 +170,19 @@ class Executor:
         targets = [(push.target, push.first_token) for push in command.push_to]
         limits = self._limits
         per_token = self._engine.kv_spec.bytes_per_token
-        return PushFeed(targets, len(command.prompt_ids) - 1, per_token, limits.push_window_bytes, limits.push_piece_bytes)
+        lenders = {push.target: push.lend for push in command.push_to if push.lend is not None}
+        return PushFeed(targets, len(command.prompt_ids) - 1, per_token, limits.push_window_bytes, limits.push_piece_bytes, lenders)
 
     def _handle_for(self, request: RequestState, command: m.Command) -> None:
         match command:
             case m.IngestTokens():
                 try:
-                    request.ingest(command.position, command.token_ids, command.decode, self._engine.spec.vocab_size)
+                    cut = request.ingest(command.position, command.token_ids, command.decode, self._engine.spec.vocab_size)
                 except IngestError as error:
                     self._fail(request, Code.INVALID_ARGUMENT, str(error))
                     return
+                if cut is not None:
+                    self._memory.rewind(request, request.prompt_len + cut)
                 self._progress(request)
             case m.SealRequest():
                 request.decode = False

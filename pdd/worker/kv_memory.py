@@ -126,6 +126,20 @@ class KVMemory:
         request.pages += self._pool.allocate(more, request.request_id)
         return True
 
+    def rewind(self, request: RequestState, num_tokens: int) -> None:
+        """``request`` computed past ``num_tokens`` what does not count: forget that KV and let its pages go.
+
+        A page that the cache knows (after a preemption) is never written, so one that is kept in part is let go of as a whole and its
+        tokens are computed again.
+        """
+        request.kv_len = min(request.kv_len, num_tokens)
+        kept = self.pages_for(request.kv_len)
+        if request.kv_len % self._page_size and self._pool.is_cached(request.pages[kept - 1]):
+            kept -= 1
+            request.kv_len = kept * self._page_size
+        self._pool.unpin(request.pages[kept:], request.request_id)
+        request.pages = request.pages[:kept]
+
     def publish(self, request: RequestState) -> None:
         """Make the full pages of ``[0, kv_len)`` findable. Duplicates of what is cached already are given back at once."""
         if self._cache is None:

@@ -54,6 +54,10 @@ class PagePool:
         """Pages held by the cache alone."""
         return self._num_idle
 
+    def is_cached(self, page: int) -> bool:
+        """Whether the cache knows ``page``, so that nobody may write it."""
+        return page in self._cached
+
     def counts(self) -> PageCounts:
         return PageCounts(self._total, len(self._free), self._num_idle, len(self._holders))
 

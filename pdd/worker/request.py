@@ -2,6 +2,9 @@
 
 ``tokens = prompt + log``. KV of positions ``[0, kv_len)`` is in ``pages``. A request that proposes computes to the end and samples
 there; one that does not leaves the last known token alone: it is the next step's input, wherever that step is made.
+
+Of the log, ``[0, given_len)`` was given by the coordinator and is final. What follows was proposed here; another worker may have been
+first with another token, and then the request is rewound to what it is given.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ class Phase(Enum):
 
 
 class IngestError(ValueError):
-    """Ingested tokens contradict the log, leave a gap or do not fit."""
+    """Ingested tokens contradict what was given before, leave a gap or do not fit."""
 
 
 @dataclass(eq=False)
@@ -50,6 +53,7 @@ class RequestState:
     deadline: float
     push: PushFeed | None
     prompt_logprobs: int | None = None
+    given_len: int = 0
     phase: Phase = Phase.WAITING
     kv_len: int = 0
     pages: list[int] = field(default_factory=list)
@@ -121,10 +125,11 @@ class RequestState:
             return True
         return False
 
-    def ingest(self, position: int, token_ids: Sequence[int], decode: bool, vocab_size: int) -> None:
+    def ingest(self, position: int, token_ids: Sequence[int], decode: bool, vocab_size: int) -> int | None:
         """Compare what is known, append what is new; ``decode`` asks to propose afterwards and lifts a ``propose_limit`` that was reached.
 
-        Raises IngestError; the log is then unchanged.
+        Where a token differs from one that was proposed here, the log is cut there and continued with what is given. Returns the log
+        position of the cut, whose KV and all after it are void, or None. Raises IngestError; the log is then unchanged.
         """
         log_len = self.log_len
         if position > log_len:
@@ -136,16 +141,22 @@ class RequestState:
                 f"ingest: {self.prompt_len + position + len(token_ids)} tokens exceed the context of {self.max_context_tokens}"
             )
         known = self.tokens.view(self.prompt_len + position, len(self.tokens)).tolist()
-        for offset, (mine, given) in enumerate(zip(known, token_ids, strict=False)):
-            if mine != given:
-                raise IngestError(f"ingest: position {position + offset} holds token {mine}, given {given}")
-        for token_id in token_ids[len(known) :]:
+        num_equal = next((n for n, (mine, given) in enumerate(zip(known, token_ids, strict=False)) if mine != given), len(known))
+        cut: int | None = None
+        if num_equal < min(len(known), len(token_ids)):
+            cut = position + num_equal
+            if cut < self.given_len:
+                raise IngestError(f"ingest: position {cut} holds token {known[num_equal]}, given {token_ids[num_equal]}")
+            self.tokens.truncate(self.prompt_len + cut)
+        for token_id in token_ids[num_equal:]:
             self.tokens.append(token_id)
-        self.unanswered_ingests.append(max(log_len, position + len(token_ids)))
+        self.given_len = max(self.given_len, position + len(token_ids))
+        self.unanswered_ingests.append(position + len(token_ids))
         if decode:
             self.decode = True
             if self.propose_limit is not None and self.log_len >= self.propose_limit:
                 self.propose_limit = None
+        return cut
 
     def answered_ingests(self) -> list[int]:
         """Take the ingests whose KV is here, all but the KV of their last token."""

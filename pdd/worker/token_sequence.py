@@ -1,4 +1,4 @@
-"""Prompt and log of one request on a worker, as one growing int32 array that is appended to and never overwritten."""
+"""Prompt and log of one request on a worker, as one growing int32 array that is appended to and never overwritten: views stay true."""
 
 from __future__ import annotations
 
@@ -25,6 +25,13 @@ class TokenSequence:
             self._array = grown
         self._array[self._length] = token_id
         self._length += 1
+
+    def truncate(self, length: int) -> None:
+        """Forget the tokens from ``length`` on. Views that were given out keep what they showed."""
+        assert 0 <= length <= self._length, (length, self._length)
+        kept = np.empty_like(self._array)
+        kept[:length] = self._array[:length]
+        self._array, self._length = kept, length
 
     def view(self, start: int, stop: int) -> np.ndarray:
         """Tokens ``[start, stop)`` as i32, read-only."""
