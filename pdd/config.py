@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from pdd.faults import Fault, RandomFaults
 from pdd.policy_config import PolicyConfig
 from pdd.roles import Role
+from pdd.security_config import SecurityConfig
 from pdd.strict_model import StrictModel
 from pdd.survival_config import SurvivalConfig
 
@@ -125,6 +126,7 @@ class LaunchConfig(StrictModel):
     workers: Annotated[tuple[WorkerConfig, ...], Field(min_length=1)]
     serving: ServingConfig
     policy: PolicyConfig = PolicyConfig()
+    security: SecurityConfig = SecurityConfig()
     survival: SurvivalConfig = SurvivalConfig()
     start_timeout_s: Annotated[float, Field(gt=0)] = 300.0
 
@@ -152,6 +154,13 @@ class LaunchConfig(StrictModel):
             for site in link.between:
                 if site not in self.sites:
                     raise ValueError(f"links.between: given {site!r}, allowed {list(self.sites)}")
+        return self
+
+    @model_validator(mode="after")
+    def _nothing_in_the_open(self) -> LaunchConfig:
+        self.security.check_hosts([(f"workers.{w.name}.host", w.host) for w in self.workers], self.serving.host)
+        if self.local_link == "nixl" and not self.security.allows_nixl():
+            raise ValueError("local_link: 'nixl' given, which is not encrypted: with security.worker_tls it needs allow_plaintext: true")
         return self
 
     def link(self, site: str, other: str) -> LinkConfig | None:

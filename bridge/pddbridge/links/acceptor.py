@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Collection
 from typing import Final
 
 from pddbridge.codecs import CodecId
-from pddbridge.kv_handshake import Handshake, HandshakeError, check_hello, refuse, welcome
+from pddbridge.kv_handshake import Handshake, HandshakeError, check_hello, parse_terms, refuse, welcome
 from pddbridge.kv_wire import WireError
 from pddbridge.links import tcp_io
 
@@ -86,10 +86,19 @@ class Acceptor:
 
 
 async def greet(
-    sock: socket.socket, body: dict[str, str], mine: Handshake, peers: Collection[str] | None, codecs: Collection[CodecId] = _RAW_ONLY
+    sock: socket.socket,
+    body: dict[str, str],
+    mine: Handshake,
+    peers: Collection[str] | None,
+    codecs: Collection[CodecId] = _RAW_ONLY,
+    check_name: Callable[[str], None] | None = None,
 ) -> None:
-    """Answer a hello's ``body``: welcome, or refuse and raise HandshakeError. Raises WireError if it is none, OSError."""
+    """Answer a hello's ``body``: welcome, or refuse and raise HandshakeError. Raises WireError if it is none, OSError. ``check_name``
+    raises HandshakeError unless the sender is whom it says; nothing of ours is compared, and so told, before.
+    """
     try:
+        if check_name is not None:
+            check_name(parse_terms(body).name)
         check_hello(body, mine, peers)
     except HandshakeError as error:
         await tcp_io.send(sock, refuse(error), memoryview(b""))

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from typing import Final
 
 from pddbridge.kv_handshake import HANDSHAKE_HEADER_BYTES, MessageName, decode_body, decode_message_header
 from pddbridge.kv_wire import Kind
+from pddbridge.links import tls_io
 
 _BACKLOG: Final = 64
 _Address = tuple[str | int, ...]
@@ -55,7 +57,7 @@ async def connect(host: str, port: int, congestion_control: str | None = None, m
             if congestion_control is not None:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion_control.encode())
             if max_unsent_bytes is not None:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, max_unsent_bytes)
+                hold_unsent(sock, max_unsent_bytes)
             await asyncio.get_running_loop().sock_connect(sock, address)
         except OSError as error:
             sock.close()
@@ -75,6 +77,11 @@ def prepare(sock: socket.socket) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
+def hold_unsent(sock: socket.socket, num_bytes: int) -> None:
+    """Take no more than about ``num_bytes`` that have not left; what has left and is not acknowledged does not count."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, num_bytes)
+
+
 class Intake:
     """Reads a socket and counts what comes, so that one can see whether anything does."""
 
@@ -87,7 +94,11 @@ class Intake:
         """Fill ``buffer``; ``inside``: it continues a message. Raises ConnectionClosedError or OSError."""
         done, size = 0, len(buffer)
         while done < size:
-            count = await self._loop.sock_recv_into(self._sock, buffer[done:] if done else buffer)
+            rest = buffer[done:] if done else buffer
+            if isinstance(self._sock, ssl.SSLSocket):
+                count = await tls_io.receive_some(self._sock, rest)
+            else:
+                count = await self._loop.sock_recv_into(self._sock, rest)
             if count == 0:
                 raise ConnectionClosedError(clean=done == 0 and not inside)
             done += count
@@ -108,6 +119,10 @@ async def receive(sock: socket.socket, size: int) -> bytearray:
 
 async def send(sock: socket.socket, head: bytes, payload: memoryview) -> None:
     """Send both, without copying ``payload``. A cancelled or failed send leaves half a message: the socket must then be closed."""
+    if isinstance(sock, ssl.SSLSocket):
+        await tls_io.send_all(sock, head)
+        await tls_io.send_all(sock, payload)
+        return
     loop = asyncio.get_running_loop()
     try:
         done = sock.sendmsg([head, payload])

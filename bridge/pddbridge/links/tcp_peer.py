@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -14,13 +15,14 @@ from pddbridge.kv_notes import Note, StopReason
 from pddbridge.kv_sender import DueFrame, OutgoingFrame
 from pddbridge.kv_transfer import FailureCode, TransferFailed
 from pddbridge.kv_wire import Kind, WireError
-from pddbridge.links import tcp_io
+from pddbridge.links import tcp_io, tls_io
 from pddbridge.links.coding import CodingThreads
 from pddbridge.links.outgoing import OutgoingTransfer
 from pddbridge.links.schedule import Pacer, Turns
 from pddbridge.links.stats import GoodputMeter, LinkStats, RoundTrip, SenderCounters
 from pddbridge.links.tcp_connection import Connection, Liveness
 
+from pddbridge.tls import LinkTls, check_peer
 log = logging.getLogger(__name__)
 
 # A connection that lasted no longer than this and achieved nothing counts as a failure to connect.
@@ -35,8 +37,9 @@ class SenderSettings:
     transfers fail; ``backoff_s`` before the first repetition, doubled each time up to ``max_backoff_s``. ``stall_timeout_s`` as
     :class:`OutgoingTransfer` says. ``connect_timeout_s`` covers connecting and the handshake. ``max_bytes_per_s`` paces all connections to
     a receiver together; None: as fast as it goes. ``congestion_control``: the kernel's name ("bbr"); None: the system's default.
-    ``codec``: of transfers that do not say otherwise. ``max_unsent_bytes``: what a connection's socket may hold that has not left yet; on
-    a slow link it bounds what an urgent frame waits for, on a fast one it costs a tenth of the sender's speed; None: the kernel's choice.
+    ``codec``: of transfers that do not say otherwise. ``max_unsent_bytes``: what a connection's socket may hold that has not left yet, which
+    an urgent frame waits for; None: by the link's measured rate.
+    ``tls``: receivers prove their names with certificates, as we do ours; None: plaintext.
     """
 
     num_connections: int = 2
@@ -53,6 +56,7 @@ class SenderSettings:
 
     def __post_init__(self) -> None:
         for name in ("num_connections", "stall_timeout_s", "connect_timeout_s", "max_attempts", "max_bytes_per_s", "max_unsent_bytes"):
+    tls: LinkTls | None = None
             if (given := getattr(self, name)) is not None and given <= 0:
                 raise ValueError(f"SenderSettings.{name}: given {given}, must be above 0")
 
@@ -278,9 +282,16 @@ class Peer:
             self._round_trip.measured(self._loop.time() - sent_at)
             if kind is Kind.REFUSE:
                 raise parse_refuse(body)
-            check_welcome(body, self._handshake, self._epoch)
+            terms = check_welcome(body, self._handshake, self._epoch)
+            if settings.tls is not None:
+                assert isinstance(sock, ssl.SSLSocket)
+                check_peer(settings.tls, terms.name, sock, self._handshake.name, we_receive=False)
             self._codecs = codecs_of(body)
         except BaseException:  # cancellation as well: the socket has no owner yet
             sock.close()
             raise
         return sock
+            if settings.tls is not None:
+                sock = await tls_io.client_side(sock, settings.tls.client)
+            if isinstance(error, ssl.SSLError) and tls_io.is_final(error):
+                raise tls_io.refusal(error, self._handshake.name, f"{self._host}:{self._port}", we_receive=False) from error

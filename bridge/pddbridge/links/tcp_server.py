@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from pddbridge.codecs import CODECS, CodecId
 from pddbridge.kv_handshake import Handshake
 from pddbridge.kv_spec import TokenRange
-from pddbridge.links import tcp_io
+from pddbridge.links import tcp_io, tls_io
 from pddbridge.links.acceptor import Acceptor, greet
 from pddbridge.links.coding import CodingThreads
 from pddbridge.links.frame_buffers import FrameBuffers
 from pddbridge.links.incoming import Complete, Failed, IncomingTransfers, Place
 from pddbridge.links.tcp_inbound import InboundConnection
+from pddbridge.tls import LinkTls, check_peer
 
 LOSSLESS: Final = frozenset(codec_id for codec_id, codec in CODECS.items() if codec.lossless)
 
@@ -44,7 +47,7 @@ class KVServer:
     At most ``max_placing`` frames (1 MiB each) per connection are in memory at once; then the connection is not read until one is placed.
     A connection on which nothing comes for ``idle_timeout_s`` is closed: senders keep theirs alive, so this one's is gone.
     ``codecs``: those of payloads that are taken, beside raw; a lossy one only if it is named here. ``peers``: names of the senders that are
-    taken; None: anyone's.
+    taken; None: anyone's. ``tls``: senders prove their names with certificates; None: plaintext.
     """
 
     def __init__(
@@ -60,8 +63,10 @@ class KVServer:
         idle_timeout_s: float = 60.0,
         codecs: Collection[CodecId] = LOSSLESS,
         peers: Collection[str] | None = None,
+        tls: LinkTls | None = None,
     ) -> None:
         self._peers = peers
+        self._tls = tls
         self._handshake = handshake
         self._incoming = IncomingTransfers(handshake.kv_spec, handshake.epoch, place, complete, failed)
         self._buffers = FrameBuffers()
@@ -116,11 +121,29 @@ class KVServer:
         try:
             tcp_io.prepare(sock)
             async with asyncio.timeout(self._handshake_timeout_s):
+                if self._tls is not None:
+                    sock = await self._secured(sock, self._tls)
                 _, body = await tcp_io.receive_message(sock, ("hello",))
-                await greet(sock, body, self._handshake, self._peers, self._codecs)
+                await greet(sock, body, self._handshake, self._peers, self._codecs, partial(self._check_name, sock))
             await self._inbound(sock).serve()
         finally:
             sock.close()
+
+    async def _secured(self, sock: socket.socket, tls: LinkTls) -> ssl.SSLSocket:
+        """``sock`` with a peer that our authorities vouch for; closed on failure. Raises HandshakeError or OSError."""
+        address = str(sock.getpeername())
+        try:
+            return await tls_io.server_side(sock, tls.server)
+        except ssl.SSLError as error:
+            if tls_io.broke(error):
+                raise
+            raise tls_io.refusal(error, address, self._handshake.name, we_receive=True) from error
+
+    def _check_name(self, sock: socket.socket, name: str) -> None:
+        """Raises HandshakeError unless the sender proved that it is ``name``."""
+        if self._tls is not None:
+            assert isinstance(sock, ssl.SSLSocket)
+            check_peer(self._tls, name, sock, self._handshake.name, we_receive=True)
 
     def _inbound(self, sock: socket.socket) -> InboundConnection:
         spec, limits = self._handshake.kv_spec, (self._max_placing, self._idle_timeout_s)
