@@ -9,10 +9,12 @@ import typer
 from rich.console import Console
 
 from pdd.bench.mix import SkewedMix
+from pdd.bench.serve.cli import serve
 from pdd.cli_common import DEFAULT_CONFIG, ConfigArgument, cache_dir, fail, wide_console, writable
 from pdd.config import load
 
 bench = typer.Typer(no_args_is_help=True, help="Measurements.")
+bench.command()(serve)
 
 
 @bench.command()
