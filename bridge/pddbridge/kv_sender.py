@@ -90,6 +90,14 @@ class DueFrame:
         return (self.framing.spec.groups.index(group), plane, self.block.layers, self.block.tokens, self.block.heads)
 
 
+def _range_bytes(spec: KVSpec, tokens: TokenRange, heads: HeadRange | None) -> int:
+    """KV of ``tokens`` as stored, of all heads or of the shard ``heads``."""
+    if heads is None:
+        return len(tokens) * spec.bytes_per_token
+    planes = [(group.num_layers, plane) for group in spec.groups for plane in group.planes]
+    return len(tokens) * len(heads) * sum(layers * plane.head_dim * spec.np_dtype_of(plane).itemsize for layers, plane in planes)
+
+
 class Sender:
     """One outgoing transfer of ``tokens``, for all heads or, from a head shard, for ``heads`` (absolute).
 
@@ -136,6 +144,7 @@ class Sender:
         self._resend: deque[DueFrame] = deque()
         self._next_sequence = 0
         self._owed_bytes = 0
+        self._total_bytes = _range_bytes(spec, tokens, heads)
         self._bytes = 0
         self._wire_bytes = 0
         self._num_acked = 0
@@ -160,6 +169,11 @@ class Sender:
     def owed_bytes(self) -> int:
         """Bytes of KV in the frames that are owed."""
         return self._owed_bytes
+
+    @property
+    def remaining_bytes(self) -> int:
+        """Bytes of KV of the whole transfer that have yet to leave, pushed or not."""
+        return self._total_bytes - self._bytes - sum(due.block.values.nbytes for due in self._in_flight.values())
 
     def push(self, block: KVBlock) -> int:
         """Queue a block, cut into frames. Its values must not change until the transfer ends; they are sent from where they are.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
@@ -16,6 +16,7 @@ from pddbridge.kv_handshake import hello
 from pddbridge.kv_layout import head_major
 from pddbridge.kv_spec import HeadRange, KVSpec, LayerRange, TokenRange
 from pddbridge.kv_wire import FrameHeader, encode_frame_header, frame_of, payload_view
+from pddbridge.link_schedule import LinkRules
 from pddbridge.links import tcp_io
 from pddbridge.links.tcp import Handshake, KVSender, KVServer, OutgoingTransfer, SenderSettings, TransferFailed, TransferReport
 from tests.support.cutting_proxy import CuttingProxy, Fault
@@ -83,8 +84,10 @@ async def receiving(handshake: Handshake = RECEIVER, **options: object) -> Async
 
 
 @asynccontextmanager
-async def sending(settings: SenderSettings = FAST, handshake: Handshake = SENDER) -> AsyncIterator[KVSender]:
-    sender = KVSender(handshake, settings)
+async def sending(
+    settings: SenderSettings = FAST, handshake: Handshake = SENDER, links: Mapping[str, LinkRules] | None = None
+) -> AsyncIterator[KVSender]:
+    sender = KVSender(handshake, settings, links)
     try:
         yield sender
     finally:

@@ -12,14 +12,14 @@ from pddbridge.kv_notes import StopReason
 from pddbridge.kv_sender import DueFrame, OutgoingFrame, Sender, SenderState
 from pddbridge.kv_transfer import TransferFailed, TransferReport
 from pddbridge.kv_wire import NackReason
-from pddbridge.links.schedule import Priority
+from pddbridge.link_schedule import Priority
 
 
 class OutgoingTransfer:
     """Lives on one event loop. ``offer`` tells the link that frames wait. ``stall_timeout_s``: longest wait for an acknowledgement while
     frames are owed, by the loop's monotonic clock; a transfer with nothing to send may be idle for ever. ``on_acked`` is called with the
     bytes of KV, as stored, of every acknowledged frame. ``on_stopped`` tells the link once if the transfer ends before it is done for a
-    reason that the receiver cannot know.
+    reason that the receiver cannot know. ``priority`` and ``deadline_s``, by the loop's clock: for the link's choice who sends next.
     """
 
     def __init__(
@@ -30,8 +30,10 @@ class OutgoingTransfer:
         on_acked: Callable[[int], None] | None = None,
         on_stopped: Callable[[OutgoingTransfer, StopReason], None] | None = None,
         priority: Priority = Priority.NORMAL,
+        deadline_s: float | None = None,
     ) -> None:
         self.priority = priority
+        self.deadline_s = deadline_s
         self._machine = machine
         self._offer = offer
         self._stall_timeout_s = stall_timeout_s
@@ -92,6 +94,11 @@ class OutgoingTransfer:
     def owed_bytes(self) -> int:
         """Bytes of KV that were pushed and are not acknowledged."""
         return self._machine.owed_bytes
+
+    @property
+    def remaining_bytes(self) -> int:
+        """Bytes of KV, of the whole transfer, that have yet to leave."""
+        return self._machine.remaining_bytes
 
     @property
     def codec(self) -> CodecId:

@@ -1,59 +1,78 @@
-"""Who sends next on a link that several transfers share, and how fast. No clock: the time is an argument."""
+"""Who of those that wait sends next on one link, and how fast; the choice itself is :mod:`pddbridge.link_schedule`. No clock: the time is
+an argument.
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from enum import IntEnum
-from typing import Final, Generic, Protocol, TypeVar
+from collections import Counter
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
 
-# Every so many turns the lowest class that waits goes first, so that nothing starves.
-_LOW_TURN: Final = 8
+from pddbridge.link_schedule import LinkRules, Priority, TurnReason, WaitingTransfer, choose_transfer
 
-
-class Priority(IntEnum):
-    """Class of a transfer. URGENT: someone waits for it now. BACKGROUND: nobody does."""
-
-    URGENT = 0
-    NORMAL = 1
-    BACKGROUND = 2
+__all__ = ["LinkRules", "Pacer", "Prioritised", "Priority", "Turns"]
 
 
 class Prioritised(Protocol):
-    """What takes turns."""
+    """What takes turns; hashed by identity. See :class:`WaitingTransfer`."""
 
     priority: Priority
+    deadline_s: float | None
+
+    @property
+    def remaining_bytes(self) -> int: ...
 
 
 T = TypeVar("T", bound=Prioritised)
 
 
 class Turns(Generic[T]):
-    """Transfers that have frames to send: higher classes first, round robin within a class, one turn in eight for the lowest class."""
+    """Transfers that have frames to send. ``num_taken``: turns by the reason for which they were given, ever."""
 
-    def __init__(self) -> None:
-        self._rings: dict[Priority, deque[T]] = {priority: deque() for priority in Priority}
+    def __init__(self, rules: LinkRules | None = None) -> None:
+        self.num_taken: Counter[TurnReason] = Counter()
+        self._rules = rules or LinkRules()
+        self._since: dict[T, tuple[float, int]] = {}  # when, and in which turn, it began to wait
         self._num_turns = 0
 
     def __bool__(self) -> bool:
-        return any(self._rings.values())
+        return bool(self._since)
 
-    def add(self, transfer: T) -> None:
-        """Behind the others of its class; no effect if it waits already."""
-        ring = self._rings[transfer.priority]
-        if transfer not in ring:
-            ring.append(transfer)
+    def add(self, transfer: T, now_s: float) -> None:
+        """It waits from now on; no effect if it does already."""
+        self._since.setdefault(transfer, (now_s, self._num_turns))
 
-    def take(self) -> T | None:
-        """Whose turn it is; it does not wait any more until it is added again. None if nobody waits."""
-        waiting = [ring for ring in self._rings.values() if ring]
-        if not waiting:
+    def next(self, now_s: float, may: Callable[[T], bool] | None = None) -> T | None:
+        """Whose turn it is, of those that ``may``. It keeps waiting. None if nobody waits."""
+        chosen = self._choose(now_s, may)
+        return None if chosen is None else chosen[0]
+
+    def take(self, now_s: float, may: Callable[[T], bool] | None = None) -> T | None:
+        """As ``next``; it does not wait any more until it is added again."""
+        chosen = self._choose(now_s, may)
+        if chosen is None:
             return None
         self._num_turns += 1
-        return waiting[-1 if self._num_turns % _LOW_TURN == 0 else 0].popleft()
+        self.num_taken[chosen[1]] += 1
+        del self._since[chosen[0]]
+        return chosen[0]
+
+    def remove(self, may: Callable[[T], bool]) -> None:
+        """Those wait no longer."""
+        self._since = {one: since for one, since in self._since.items() if not may(one)}
 
     def clear(self) -> None:
-        for ring in self._rings.values():
-            ring.clear()
+        self._since.clear()
+
+    def _choose(self, now_s: float, may: Callable[[T], bool] | None) -> tuple[T, TurnReason] | None:
+        those = [one for one in self._since if may is None or may(one)]
+        if not those:
+            return None
+        if len(those) == 1:
+            return those[0], "alone"
+        waiting = [WaitingTransfer(one.priority, one.remaining_bytes, one.deadline_s, *self._since[one]) for one in those]
+        turn = choose_transfer(waiting, self._rules, self._num_turns + 1, now_s)
+        return those[turn.index], turn.reason
 
 
 class Pacer:

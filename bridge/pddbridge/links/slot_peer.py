@@ -140,7 +140,7 @@ class SlotPeer:
     def offer(self, transfer: OutgoingTransfer) -> None:
         """``transfer`` may have frames to send."""
         if transfer.num_queued:
-            self._turns.add(transfer)
+            self._turns.add(transfer, self._loop.time())
             self._work.set()
 
     def stopped(self, transfer: OutgoingTransfer, why: StopReason) -> None:
@@ -168,11 +168,11 @@ class SlotPeer:
 
     def next_frame(self) -> tuple[OutgoingTransfer, OutgoingFrame] | None:
         """The next frame of the transfer whose turn it is, None if nothing waits."""
-        while (transfer := self._turns.take()) is not None:
+        while (transfer := self._turns.take(self._loop.time())) is not None:
             frame = transfer.next_frame()
             if frame is not None:
                 if transfer.num_queued:
-                    self._turns.add(transfer)
+                    self._turns.add(transfer, self._loop.time())
                 self.frames_resent += frame.attempt > 1
                 self._goodput.started(self._loop.time())
                 return transfer, frame

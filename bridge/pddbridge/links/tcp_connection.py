@@ -79,6 +79,10 @@ class Connection:
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
+    def hold_unsent(self, num_bytes: int) -> None:
+        """What the socket may hold that has not left yet, from now on."""
+        tcp_io.hold_unsent(self._sock, num_bytes)
+
     async def use(self) -> str:
         """Until it breaks; returns why. Frames in flight are then in doubt, their transfers told."""
         tasks = [asyncio.create_task(part) for part in (self._write(), self._read(), self._watch())]
@@ -108,9 +112,10 @@ class Connection:
         while True:
             if not self._source.has_work():
                 await self._idle()
+            await self._source.pace()
             if not self._owes_answers() and self._loop.time() - self._heard_at > self._liveness.idle_after_s:
                 await self._probe()
-            await self._source.pace()
+                continue  # others may have taken the turn meanwhile
             taken = self._source.take()
             if taken is None:
                 continue

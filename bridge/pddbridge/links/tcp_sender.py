@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 
 from pddbridge.codecs import CodecId
 from pddbridge.kv_handshake import Handshake
@@ -11,17 +12,21 @@ from pddbridge.kv_sender import Sender
 from pddbridge.kv_spec import HeadRange, TokenRange
 from pddbridge.links.coding import CodingThreads
 from pddbridge.links.outgoing import OutgoingTransfer
-from pddbridge.links.schedule import Priority
+from pddbridge.links.schedule import LinkRules, Priority
+from pddbridge.links.shared_link import SharedLink, frame_bytes
 from pddbridge.links.stats import LinkStats, SenderCounters
 from pddbridge.links.tcp_peer import Peer, SenderSettings
 
 
 class KVSender:
-    """Sends KV from one process. Connections to a receiver are kept between transfers and opened again when broken."""
+    """Sends KV from one process. Connections to a receiver are kept between transfers and opened again when broken. ``links``: the rules of
+    links that several receivers share, by name; a receiver that is not said to be behind one has a link of its own.
+    """
 
-    def __init__(self, handshake: Handshake, settings: SenderSettings | None = None) -> None:
+    def __init__(self, handshake: Handshake, settings: SenderSettings | None = None, links: Mapping[str, LinkRules] | None = None) -> None:
         self._handshake = handshake
         self._settings = settings or SenderSettings()
+        self._links = {name: SharedLink(rules) for name, rules in (links or {}).items()}
         self._peers: dict[tuple[str, int, int], Peer] = {}
         self._retired = SenderCounters()
         self._coding = CodingThreads()
@@ -30,6 +35,14 @@ class KVSender:
     @property
     def counters(self) -> SenderCounters:
         return sum((peer.counters for peer in self._peers.values()), self._retired)
+
+    @property
+    def turns(self) -> dict[str, int]:
+        """Frames on shared links by the reason for which their transfer had its turn, ever."""
+        found: Counter[str] = Counter()
+        for link in self._links.values():
+            found.update(link.num_taken)
+        return dict(found)
 
     def open(
         self,
@@ -44,22 +57,32 @@ class KVSender:
         priority: Priority = Priority.NORMAL,
         resume: bool = False,
         codec: CodecId | None = None,
+        link: str | None = None,
+        deadline_s: float | None = None,
     ) -> OutgoingTransfer:
         """A transfer of ``tokens`` to the receiver with ``receiver_epoch`` at ``host:port``; ``heads`` (absolute): only this shard's.
 
         ``on_acked`` as :class:`OutgoingTransfer` says. ``resume``: another process may have sent a part, so the receiver is asked first
         what it has. ``codec``: None for the settings'; where the receiver does not take it, a lossless one gives way to raw and a lossy one
-        fails the transfer. Call on the event loop;
-        connections are opened at once, so that the first ``push`` finds them warm and a receiver that has restarted is noticed early.
-        Raises ValueError for an empty range or an id in use.
+        fails the transfer. ``link``: the shared link that the receiver is behind. ``deadline_s``: from now, for links that go by deadlines.
+        Call on the event loop; connections are opened at once, so that the first ``push`` finds them warm and a receiver that has restarted
+        is noticed early.
+        Raises ValueError for an empty range, an id in use or a link without rules.
         """
         self._retire(host, port, receiver_epoch)
         key = (host, port, receiver_epoch)
-        peer = self._peers.get(key) or Peer(self._handshake, host, port, receiver_epoch, self._settings, self._coding)
+        if link is not None and link not in self._links:
+            raise ValueError(f"link: given {link!r}, allowed {sorted(self._links)}")
+        shared = None if link is None else self._links[link]
+        peer = self._peers.get(key) or Peer(self._handshake, host, port, receiver_epoch, self._settings, self._coding, shared)
         spec, settings = self._handshake.kv_spec, self._settings
         codec = settings.codec if codec is None else codec
-        machine = Sender(spec, transfer_id, receiver_epoch, tokens, heads, settings.max_attempts, resume=resume, codec=codec)
-        transfer = OutgoingTransfer(machine, peer.offer, settings.stall_timeout_s, on_acked, peer.stopped, priority)
+        largest = frame_bytes(peer.wire_bytes_s)
+        machine = Sender(
+            spec, transfer_id, receiver_epoch, tokens, heads, settings.max_attempts, resume=resume, codec=codec, max_frame_bytes=largest
+        )
+        due_s = None if deadline_s is None else asyncio.get_running_loop().time() + deadline_s
+        transfer = OutgoingTransfer(machine, peer.offer, settings.stall_timeout_s, on_acked, peer.stopped, priority, deadline_s=due_s)
         peer.add(transfer)
         self._peers[key] = peer
         return transfer

@@ -14,7 +14,7 @@ from pddbridge.kv_notes import MAX_RECTANGLES, NOTE_BYTES, Note, decode_have_bod
 from pddbridge.kv_spec import HeadRange, KVGroup, KVPlane, KVSpec, LayerRange, TokenRange
 from pddbridge.kv_wire import MAX_PAYLOAD_BYTES, FrameHeader, Kind, Reply, decode_reply, encode_reply
 from pddbridge.links.frame_buffers import FrameBuffers
-from pddbridge.links.schedule import Pacer, Priority, Turns
+from pddbridge.links.schedule import LinkRules, Pacer, Priority, Turns
 from pddbridge.links.stats import GoodputMeter, RoundTrip
 from pddbridge.links.tcp_inbound import Arrivals
 from tests.support.tcp_link import frame
@@ -26,22 +26,29 @@ TOKENS = TokenRange(4, 11)
 @dataclass(eq=False)
 class Waiting:
     priority: Priority
+    remaining_bytes: int = 100
+    deadline_s: float | None = None
 
 
 def test_turns_go_round_within_a_class_and_down_the_classes() -> None:
-    turns: Turns[Waiting] = Turns()
+    turns: Turns[Waiting] = Turns(LinkRules("fair", background_after_s=10.0))
     a, b, low = Waiting(Priority.NORMAL), Waiting(Priority.NORMAL), Waiting(Priority.BACKGROUND)
     assert not turns
-    assert turns.take() is None
+    assert turns.take(0.0) is None
     for one in (low, a, b, a):
-        turns.add(one)
+        turns.add(one, 0.0)
     order = []
-    for _ in range(16):
-        one = turns.take()
+    for turn in range(24):
+        now_s = 0.0 if turn < 12 else 10.0
+        assert turns.next(now_s, lambda one: one is low) is low
+        one = turns.take(now_s)
         assert one is not None
         order.append("ab"[one is b] if one is not low else "l")
-        turns.add(one)
-    assert "".join(order) == "abababal" + "bababab" + "l"
+        turns.add(one, now_s)
+    assert "".join(order) == "abababababababa" + "l" + "babababa", "the background's turn comes when it has waited for 10 s"
+    assert turns.num_taken == {"first": 21, "aged": 3}
+    turns.remove(lambda one: one is a)
+    assert turns.take(10.0, lambda one: one is a) is None
     turns.clear()
     assert not turns
 

@@ -17,6 +17,7 @@ from pddbridge.kv_handshake import hello, welcome
 from pddbridge.kv_layout import interleaved_heads
 from pddbridge.kv_spec import HeadRange, KVSpec, LayerRange, TokenRange
 from pddbridge.kv_wire import MAX_PAYLOAD_BYTES, encode_frame_header
+from pddbridge.link_schedule import LinkRules
 from pddbridge.links import tcp_io
 from pddbridge.links.tcp import Handshake, KVServer, SenderSettings, TransferFailed
 from tests.support.cutting_proxy import Fault
@@ -430,18 +431,20 @@ async def test_cancelling_stops_sending_and_tells_the_owner() -> None:
 
 
 async def test_transfers_that_share_a_connection_take_turns() -> None:
-    async with receiving() as target, sending(ONE) as sender:
-        tokens = TokenRange(0, 40)
-        transfers = []
-        target.may_place.clear()
-        for transfer_id in (1, 2):
-            target.server.expect(transfer_id, tokens)
-            transfer = sender.open("127.0.0.1", target.port, 22, transfer_id, tokens)
-            push_in_chunks(transfer, tokens, chunk=1)
-            transfers.append(transfer)
-        target.may_place.set()
-        await asyncio.gather(*(transfer.done() for transfer in transfers))
-        assert target.placed_ids == [1, 2] * 80
+    """On a fair link; of equal transfers on any other the first goes on, which makes nobody later and the first earlier."""
+    for schedule, order in (("fair", [1, 2] * 80), ("shortest", [1] * 80 + [2] * 80)):
+        async with receiving() as target, sending(ONE, links={"a-b": LinkRules(schedule, aged_turn=1000)}) as sender:
+            tokens = TokenRange(0, 40)
+            transfers = []
+            target.may_place.clear()
+            for transfer_id in (1, 2):
+                target.server.expect(transfer_id, tokens)
+                transfer = sender.open("127.0.0.1", target.port, 22, transfer_id, tokens, link="a-b")
+                push_in_chunks(transfer, tokens, chunk=1)
+                transfers.append(transfer)
+            target.may_place.set()
+            await asyncio.gather(*(transfer.done() for transfer in transfers))
+            assert target.placed_ids == order
 
 
 async def test_an_id_in_use_and_an_empty_range_are_refused() -> None:

@@ -13,6 +13,7 @@ import pytest
 from pddbridge.codecs import CODECS, CodecId, SizeBounds
 from pddbridge.codecs_planes import ZSTD_PLANES
 from pddbridge.kv_spec import TokenRange
+from pddbridge.link_schedule import LinkRules
 from pddbridge.links.tcp import OutgoingTransfer, TransferFailed
 from tests.support.kv import blocks_of, canary_pool, same_pools
 from tests.support.tcp_link import (
@@ -114,10 +115,11 @@ async def test_the_loop_runs_on_and_other_transfers_pass_while_one_is_coded_and_
 async def test_frames_of_a_connection_are_placed_in_their_order_though_some_are_coded(codec: GatedCodec) -> None:
     codec.may_encode.set()
     codec.may_decode.set()
-    async with receiving() as target, sending(ONE) as sender:
+    async with receiving() as target, sending(ONE, links={"a-b": LinkRules("fair")}) as sender:
         for transfer_id in (1, 2):
             target.server.expect(transfer_id, TOKENS)
-        coded, raw = (sender.open("127.0.0.1", target.port, 22, i + 1, TOKENS, codec=c) for i, c in enumerate((ZSTD, CodecId.RAW)))
+        where = ("127.0.0.1", target.port, 22)
+        coded, raw = (sender.open(*where, i + 1, TOKENS, codec=c, link="a-b") for i, c in enumerate((ZSTD, CodecId.RAW)))
         for token in range(TOKENS.start, TOKENS.stop):
             push_zeros(coded, TokenRange(token, token + 1))
             push_in_chunks(raw, TokenRange(token, token + 1))

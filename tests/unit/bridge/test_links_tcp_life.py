@@ -391,16 +391,17 @@ async def test_an_urgent_transfer_overtakes_a_huge_one_and_starves_nobody() -> N
         order = target.placed_ids
         last = {i: len(order) - 1 - order[::-1].index(i) for i in (1, 2, 3)}
         assert last[3] < last[2] < last[1]
-        assert 1 in order[: last[3]]  # one turn in eight
+        assert 2 in order[: last[3]], "one turn in eight is for whoever waits longest"
+        assert 1 not in order[: last[2]], "but the background goes when nobody else wants the link"
         assert order[:80].count(3) >= 60
 
 
-async def test_little_waits_in_the_kernel_where_that_is_asked_for() -> None:
-    """A receiver that does not read: what the sender's socket takes is what an urgent frame would wait for."""
+async def test_little_waits_in_the_kernel() -> None:
+    """A receiver that does not read: what the sender's socket takes is what an urgent frame would wait for; little unless told otherwise."""
     spec = KVSpec.gqa(2, 8, 64, "bfloat16")
     values = np.zeros((2, 64, 8, 64), spec.np_dtype)  # 128 KiB
     taken: list[int] = []
-    for limit in (None, 32 << 10):
+    for limit in (8 << 20, None, 32 << 10):
         async with receiving(replace(RECEIVER, kv_spec=spec), max_placing=1) as target:
             target.may_place.clear()
             async with sending(replace(ONE, max_unsent_bytes=limit), replace(SENDER, kv_spec=spec)) as sender:
@@ -416,7 +417,7 @@ async def test_little_waits_in_the_kernel_where_that_is_asked_for() -> None:
                     await asyncio.sleep(0.1)
                 taken.append(64 - before)
             target.place_error = RuntimeError("not now")
-    assert taken[1] < taken[0] < 64
+    assert max(taken[1:]) < taken[0] < 64
 
 
 async def test_a_paced_link_keeps_to_its_rate() -> None:
