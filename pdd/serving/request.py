@@ -8,7 +8,7 @@ from typing import Literal
 from pddbridge.sampling_params import FinishReason, SamplingParams, TokenRecord
 
 Origin = Literal["relay", "main"]
-PipelineName = Literal["direct", "relay"]
+PipelineName = Literal["direct", "relay", "local"]
 HandoffName = Literal["one_shot", "catch_up"]
 
 
@@ -68,6 +68,15 @@ class Timeline:
     e2e_s: float | None
     max_itl_s: float | None
     fallbacks: int
+    decision: str = ""
+    predicted_kv_s: float | None = None
+    kv_s: float | None = None
+    predicted_output_tokens: int | None = None
+    ended_on: str = ""
+    transfer: str = "none"
+    transfer_reason: str = ""
+    wan_kv_saved_bytes: int = 0
+    redecision: str = ""
 
 
 @dataclass(frozen=True)

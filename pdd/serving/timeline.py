@@ -6,13 +6,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from pdd.policy.outcomes import TransferEnd
 from pdd.policy.pipeline import PipelineDecision
 from pdd.serving.request import Origin, Timeline
 
 
 @dataclass
 class TimelineRecorder:
-    """``clock``: seconds, monotonic. All ``*_s`` attributes are seconds since construction, None until they happen."""
+    """``clock``: seconds, monotonic. All ``*_s`` attributes are seconds since construction, None until they happen, but for
+    ``kv_s``: from the start of prefill until main had its KV. ``transfer``, ``transfer_reason``: see
+    :mod:`pdd.policy.outcomes` and :mod:`pdd.policy.completion`. ``redecision``: why the pipeline was changed after all.
+    """
 
     clock: Callable[[], float] = time.monotonic
     decision: PipelineDecision | None = None
@@ -33,6 +37,12 @@ class TimelineRecorder:
     second_token_s: float | None = None
     max_itl_s: float | None = None
     fallbacks: int = 0
+    kv_s: float | None = None
+    ended_on: Origin | None = None
+    transfer: TransferEnd = "none"
+    transfer_reason: str = ""
+    wan_kv_saved_bytes: int = 0
+    redecision: str = ""
 
     def __post_init__(self) -> None:
         self._received = self.clock()
@@ -45,6 +55,7 @@ class TimelineRecorder:
         """A token was accepted. Returns the time since the one before, None for the first."""
         now = self.now_s()
         self.tokens[origin] += 1
+        self.ended_on = origin
         gap = None if self._last_token_s is None else now - self._last_token_s
         if self.ttft_s is None:
             self.ttft_s = now
@@ -78,4 +89,13 @@ class TimelineRecorder:
             e2e_s=self.now_s(),
             max_itl_s=self.max_itl_s,
             fallbacks=self.fallbacks,
+            decision="" if self.decision is None else self.decision.reason,
+            predicted_kv_s=None if self.decision is None else self.decision.predicted_kv_s,
+            kv_s=self.kv_s,
+            predicted_output_tokens=None if self.decision is None else self.decision.predicted_output_tokens,
+            ended_on=self.ended_on or "",
+            transfer=self.transfer,
+            transfer_reason=self.transfer_reason,
+            wan_kv_saved_bytes=self.wan_kv_saved_bytes,
+            redecision=self.redecision,
         )

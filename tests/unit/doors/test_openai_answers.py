@@ -248,7 +248,7 @@ async def test_origins_and_timeline_on_request(doors: Doors, path: str) -> None:
     assert "pdd" in chunks[-1]
     assert timelines[0]["main_hit_tokens"] == 5
     assert timelines[0]["pipeline_reason"] == "scripted"
-    assert len(timelines[0]) == 20
+    assert len(timelines[0]) == 29
     whole = (await doors.post(path, body)).json()
     assert whole["pdd"] == {"timeline": timelines[0]}
     ours = whole["choices"][0]["pdd"]

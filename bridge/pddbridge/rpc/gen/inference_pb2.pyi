@@ -118,7 +118,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Timeline(_message.Message):
-    __slots__ = ("pipeline", "pipeline_reason", "handoff", "relay_tokens", "main_tokens", "wan_kv_bytes", "wan_kv_tokens", "main_hit_tokens", "main_prefill_tokens", "prefill_done_s", "relay_kv_s", "main_kv_s", "handoff_start_s", "handoff_done_s", "ttft_s", "second_token_s", "e2e_s", "max_itl_s", "fallbacks", "wan_kv_wire_bytes")
+    __slots__ = ("pipeline", "pipeline_reason", "handoff", "relay_tokens", "main_tokens", "wan_kv_bytes", "wan_kv_tokens", "main_hit_tokens", "main_prefill_tokens", "prefill_done_s", "relay_kv_s", "main_kv_s", "handoff_start_s", "handoff_done_s", "ttft_s", "second_token_s", "e2e_s", "max_itl_s", "fallbacks", "wan_kv_wire_bytes", "decision", "predicted_kv_s", "kv_s", "predicted_output_tokens", "ended_on", "transfer", "transfer_reason", "wan_kv_saved_bytes", "redecision")
     PIPELINE_FIELD_NUMBER: _ClassVar[int]
     PIPELINE_REASON_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
@@ -139,6 +139,15 @@ class Timeline(_message.Message):
     MAX_ITL_S_FIELD_NUMBER: _ClassVar[int]
     FALLBACKS_FIELD_NUMBER: _ClassVar[int]
     WAN_KV_WIRE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DECISION_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_KV_S_FIELD_NUMBER: _ClassVar[int]
+    KV_S_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_ON_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_REASON_FIELD_NUMBER: _ClassVar[int]
+    WAN_KV_SAVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REDECISION_FIELD_NUMBER: _ClassVar[int]
     pipeline: str
     pipeline_reason: str
     handoff: str
@@ -159,7 +168,16 @@ class Timeline(_message.Message):
     max_itl_s: float
     fallbacks: int
     wan_kv_wire_bytes: int
-    def __init__(self, pipeline: _Optional[str] = ..., pipeline_reason: _Optional[str] = ..., handoff: _Optional[str] = ..., relay_tokens: _Optional[int] = ..., main_tokens: _Optional[int] = ..., wan_kv_bytes: _Optional[int] = ..., wan_kv_tokens: _Optional[int] = ..., main_hit_tokens: _Optional[int] = ..., main_prefill_tokens: _Optional[int] = ..., prefill_done_s: _Optional[float] = ..., relay_kv_s: _Optional[float] = ..., main_kv_s: _Optional[float] = ..., handoff_start_s: _Optional[float] = ..., handoff_done_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., second_token_s: _Optional[float] = ..., e2e_s: _Optional[float] = ..., max_itl_s: _Optional[float] = ..., fallbacks: _Optional[int] = ..., wan_kv_wire_bytes: _Optional[int] = ...) -> None: ...
+    decision: str
+    predicted_kv_s: float
+    kv_s: float
+    predicted_output_tokens: int
+    ended_on: str
+    transfer: str
+    transfer_reason: str
+    wan_kv_saved_bytes: int
+    redecision: str
+    def __init__(self, pipeline: _Optional[str] = ..., pipeline_reason: _Optional[str] = ..., handoff: _Optional[str] = ..., relay_tokens: _Optional[int] = ..., main_tokens: _Optional[int] = ..., wan_kv_bytes: _Optional[int] = ..., wan_kv_tokens: _Optional[int] = ..., main_hit_tokens: _Optional[int] = ..., main_prefill_tokens: _Optional[int] = ..., prefill_done_s: _Optional[float] = ..., relay_kv_s: _Optional[float] = ..., main_kv_s: _Optional[float] = ..., handoff_start_s: _Optional[float] = ..., handoff_done_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., second_token_s: _Optional[float] = ..., e2e_s: _Optional[float] = ..., max_itl_s: _Optional[float] = ..., fallbacks: _Optional[int] = ..., wan_kv_wire_bytes: _Optional[int] = ..., decision: _Optional[str] = ..., predicted_kv_s: _Optional[float] = ..., kv_s: _Optional[float] = ..., predicted_output_tokens: _Optional[int] = ..., ended_on: _Optional[str] = ..., transfer: _Optional[str] = ..., transfer_reason: _Optional[str] = ..., wan_kv_saved_bytes: _Optional[int] = ..., redecision: _Optional[str] = ...) -> None: ...
 
 class ListModelsRequest(_message.Message):
     __slots__ = ()

@@ -196,14 +196,16 @@ class LedgerReply(_message.Message):
     def __init__(self, total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., pinned_pages: _Optional[int] = ..., num_requests: _Optional[int] = ..., num_incoming_transfers: _Optional[int] = ..., num_outgoing_transfers: _Optional[int] = ..., computed_prompt_tokens: _Optional[int] = ..., computed_log_tokens: _Optional[int] = ..., sampled_tokens: _Optional[int] = ..., kv_bytes_received: _Optional[int] = ..., kv_bytes_sent: _Optional[int] = ..., frames_refused: _Optional[int] = ..., late_frames_dropped: _Optional[int] = ..., compilations_after_ready: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., engine_fallbacks: _Optional[_Mapping[str, int]] = ..., kv_pushes: _Optional[_Mapping[str, int]] = ..., kv_link_fallbacks: _Optional[_Mapping[str, int]] = ..., kv_wire_bytes_received: _Optional[int] = ..., kv_wire_bytes_sent: _Optional[int] = ..., kv_codecs: _Optional[_Mapping[str, int]] = ..., kv_coding_ratio: _Optional[float] = ..., kv_codecs_declined: _Optional[int] = ..., host_pages: _Optional[int] = ..., host_bytes: _Optional[int] = ..., host_capacity_bytes: _Optional[int] = ..., host_hit_tokens: _Optional[int] = ..., host_pages_lost: _Optional[int] = ..., loop_lag_bounds_s: _Optional[_Iterable[float]] = ..., loop_lag_counts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WorkerCommand(_message.Message):
-    __slots__ = ("open", "ingest", "seal")
+    __slots__ = ("open", "ingest", "seal", "set_priority")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     INGEST_FIELD_NUMBER: _ClassVar[int]
     SEAL_FIELD_NUMBER: _ClassVar[int]
+    SET_PRIORITY_FIELD_NUMBER: _ClassVar[int]
     open: Open
     ingest: Ingest
     seal: Seal
-    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., ingest: _Optional[_Union[Ingest, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ...) -> None: ...
+    set_priority: SetPriority
+    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., ingest: _Optional[_Union[Ingest, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., set_priority: _Optional[_Union[SetPriority, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
     __slots__ = ("request_id", "tenant", "prompt_ids", "sampling", "kv_source", "push_to", "decode", "log_ids", "timeout_s", "max_propose_tokens", "prompt_logprobs")
@@ -264,6 +266,14 @@ class Ingest(_message.Message):
 class Seal(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class SetPriority(_message.Message):
+    __slots__ = ("target", "priority")
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    target: str
+    priority: int
+    def __init__(self, target: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class WorkerEvent(_message.Message):
     __slots__ = ("reserved", "prefilled", "kv_complete", "pushed", "tokens", "ingested", "sealed", "failed", "prompt_scores")
