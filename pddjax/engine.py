@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -163,17 +163,17 @@ class JaxEngine:
             return np.zeros((0, self._spec.vocab_size), np.float32)
         return np.ascontiguousarray(np.asarray(outcome[0])[:, : len(step.samples)].T)
 
-    def read_kv(self, page_table: np.ndarray, tokens: TokenRange) -> tuple[KVBlock, ...]:
+    def read_kv(self, page_table: np.ndarray, tokens: TokenRange, out: Sequence[np.ndarray] | None = None) -> tuple[KVBlock, ...]:
         """See :meth:`pddbridge.engine.Engine.read_kv`."""
         check_page_range(page_table, tokens, self._config)
-        return self._pool.read(page_table, tokens)
+        return self._pool.read(page_table, tokens, out)
 
-    def start_read_kv(self, page_table: np.ndarray, tokens: TokenRange) -> PendingKV:
+    def start_read_kv(self, page_table: np.ndarray, tokens: TokenRange, out: Sequence[np.ndarray] | None = None) -> PendingKV:
         """See :meth:`pddbridge.engine.OverlapsReads.start_read_kv`. On a CPU a copy is compute like any other, so it is done at once."""
         if self._config.device == "cpu":
-            return ReadyKV(self.read_kv(page_table, tokens))
+            return ReadyKV(self.read_kv(page_table, tokens, out))
         check_page_range(page_table, tokens, self._config)
-        return self._pool.start_read(page_table, tokens)
+        return self._pool.start_read(page_table, tokens, out)
 
     def write_kv(self, page_table: np.ndarray, block: KVBlock) -> None:
         """See :meth:`pddbridge.engine.Engine.write_kv`."""

@@ -5,7 +5,7 @@ Reading, writing and copying are programs for one layer, called once per layer: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pddbridge.engine import EngineConfig, KVBlock, PendingKV
+from pddbridge.kv_block import check_out
 from pddbridge.kv_spec import HeadRange, KVSpec, LayerRange, TokenRange
 from pddjax.batch import padding_slots, slots_of
 from pddjax.buckets import KV_TOKENS
@@ -83,27 +84,34 @@ class KVPool:
         shape = (config.num_pages, config.page_size, planes * placement.num_devices, dim)
         self.pages = [jnp.zeros(shape, self._storage, device=placement.device) for _ in range(kv_spec.num_layers)]
 
-    def read(self, page_table: np.ndarray, tokens: TokenRange) -> tuple[KVBlock, ...]:
-        """K and V of ``tokens``: all layers, all heads, wire order, bit for bit as stored."""
-        return self._assemble(tokens, self._start_pieces(page_table, tokens))
+    def read(self, page_table: np.ndarray, tokens: TokenRange, out: Sequence[np.ndarray] | None = None) -> tuple[KVBlock, ...]:
+        """K and V of ``tokens``: all layers, all heads, wire order, bit for bit as stored; in ``out`` if it is given."""
+        return self._assemble(tokens, self._planes_for(tokens, out), self._start_pieces(page_table, tokens))
 
-    def start_read(self, page_table: np.ndarray, tokens: TokenRange) -> PendingKV:
+    def start_read(self, page_table: np.ndarray, tokens: TokenRange, out: Sequence[np.ndarray] | None = None) -> PendingKV:
         """As ``read``; returns once the device has been told to read and to copy. What is read is apart from the pages from then on."""
+        planes = self._planes_for(tokens, out)
         read = self._start_pieces(page_table, tokens)
         for piece in read:
             for stored in piece.by_layer:
                 for values in stored:
                     values.copy_to_host_async()
-        return _Reading(read, partial(self._assemble, tokens, read))
+        return _Reading(read, partial(self._assemble, tokens, planes, read))
 
     def _start_pieces(self, page_table: np.ndarray, tokens: TokenRange) -> list[_Piece]:
         read = self._read_program()
         pieces = self._pieces(page_table, tokens)
         return [_Piece(start, count, [read(pages, slots) for pages in self.pages]) for start, count, slots in pieces]
 
-    def _assemble(self, tokens: TokenRange, read: list[_Piece]) -> tuple[KVBlock, ...]:
+    def _planes_for(self, tokens: TokenRange, out: Sequence[np.ndarray] | None) -> tuple[np.ndarray, ...]:
+        """K and V [layers, tokens, heads, dim] in storage form, to be filled."""
+        if out is not None:
+            check_out(self._kv_spec, len(tokens), out)
+            return tuple(array.view(self._storage) for array in out)
         shape = (self._kv_spec.num_layers, len(tokens), self._heads, self._dim)
-        planes = (np.empty(shape, self._storage), np.empty(shape, self._storage))
+        return tuple(np.empty(shape, self._storage) for _ in PLANES)
+
+    def _assemble(self, tokens: TokenRange, planes: tuple[np.ndarray, ...], read: list[_Piece]) -> tuple[KVBlock, ...]:
         for piece in read:
             start, count = piece.start, piece.count
             for layer, stored in enumerate(piece.by_layer):

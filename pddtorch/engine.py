@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -131,14 +131,14 @@ class TorchEngine:
         return np.empty((0, self._spec.vocab_size), np.float32) if logits is None else logits[: len(step.samples)].cpu().numpy()
 
     @torch.inference_mode()
-    def read_kv(self, page_table: np.ndarray, tokens: TokenRange) -> tuple[KVBlock, ...]:
+    def read_kv(self, page_table: np.ndarray, tokens: TokenRange, out: Sequence[np.ndarray] | None = None) -> tuple[KVBlock, ...]:
         check_page_range(page_table, tokens, self._config)
-        return self._pool.read(page_table, tokens)
+        return self._pool.read(page_table, tokens, out)
 
     @torch.inference_mode()
-    def start_read_kv(self, page_table: np.ndarray, tokens: TokenRange) -> PendingKV:
+    def start_read_kv(self, page_table: np.ndarray, tokens: TokenRange, out: Sequence[np.ndarray] | None = None) -> PendingKV:
         check_page_range(page_table, tokens, self._config)
-        return self._pool.start_read(page_table, tokens)
+        return self._pool.start_read(page_table, tokens, out)
 
     @torch.inference_mode()
     def write_kv(self, page_table: np.ndarray, block: KVBlock) -> None:

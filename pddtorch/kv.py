@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from pddbridge.engine import KVBlock, PendingKV, ReadyKV
+from pddbridge.kv_block import check_out
 from pddbridge.kv_spec import HeadRange, KVGroup, KVSpec, LayerRange, TokenRange
 from pddkernels.torch_ops import TorchOps
 from pddtorch.arrays import TORCH_DTYPES, to_numpy, to_torch
@@ -20,6 +21,7 @@ class KVPool:
 
     def __init__(self, spec: KVSpec, num_pages: int, page_size: int, ops: TorchOps, device: torch.device) -> None:
         (self._group,) = _single_group(spec)
+        self._spec = spec
         self._ops = ops
         self.scratch_page = num_pages
         self._planes = {
@@ -32,15 +34,19 @@ class KVPool:
         keys, values = (self._planes[name].unbind(0) for name in ("k", "v"))
         self.layers: tuple[tuple[torch.Tensor, torch.Tensor], ...] = tuple(zip(keys, values, strict=True))
 
-    def read(self, page_table: np.ndarray, tokens: TokenRange) -> tuple[KVBlock, ...]:
-        """One block per plane, all layers and heads, copied to the host. ``page_table`` [P] i32, already checked."""
-        return self._blocks(self._packed(page_table, tokens), tokens)
+    def read(self, page_table: np.ndarray, tokens: TokenRange, out: Sequence[np.ndarray] | None = None) -> tuple[KVBlock, ...]:
+        """One block per plane, all layers and heads, copied to the host. ``page_table`` [P] i32, already checked. On a CPU into ``out``;
+        from a GPU into memory of the driver's, as it copies into no other at full speed.
+        """
+        if out is not None:
+            check_out(self._spec, len(tokens), out)
+        return self._blocks(self._packed(page_table, tokens, None if self._copies else out), tokens)
 
-    def start_read(self, page_table: np.ndarray, tokens: TokenRange) -> PendingKV:
+    def start_read(self, page_table: np.ndarray, tokens: TokenRange, out: Sequence[np.ndarray] | None = None) -> PendingKV:
         """As ``read``; on a GPU a stream of its own copies into pinned memory, beside what is computed next."""
-        packed = self._packed(page_table, tokens)
         if self._copies is None:
-            return ReadyKV(self._blocks(packed, tokens))
+            return ReadyKV(self.read(page_table, tokens, out))
+        packed = self._packed(page_table, tokens)
         # Packed on the compute stream, so in order with what writes the pages before and after; the copy reads only what was packed.
         self._copies.wait_stream(torch.cuda.current_stream(self._copies.device))
         host = [torch.empty(values.shape, dtype=values.dtype, pin_memory=True) for values in packed]
@@ -52,10 +58,14 @@ class KVPool:
             copied.record(self._copies)
         return _Copying(copied, partial(self._blocks, host, tokens))
 
-    def _packed(self, page_table: np.ndarray, tokens: TokenRange) -> list[torch.Tensor]:
-        """Per plane [layers, tokens, heads, dim], on the device."""
-        planes = ((self._planes[plane.name], plane.num_heads) for plane in self._group.planes)
-        return [self._ops.pack(pool, page_table, tokens.start, tokens.stop, 0, num_heads) for pool, num_heads in planes]
+    def _packed(self, page_table: np.ndarray, tokens: TokenRange, out: Sequence[np.ndarray] | None = None) -> list[torch.Tensor]:
+        """Per plane [layers, tokens, heads, dim], on the device; on a CPU that is ``out`` where it is given."""
+        planes = [(self._planes[plane.name], plane.num_heads) for plane in self._group.planes]
+        into = [None] * len(planes) if out is None else [to_torch(array) for array in out]
+        return [
+            self._ops.pack(pool, page_table, tokens.start, tokens.stop, 0, num_heads, out=place)
+            for (pool, num_heads), place in zip(planes, into, strict=True)
+        ]
 
     def _blocks(self, packed: list[torch.Tensor], tokens: TokenRange) -> tuple[KVBlock, ...]:
         layers = LayerRange(0, len(self.layers))

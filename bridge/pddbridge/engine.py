@@ -6,7 +6,7 @@ All calls come from one thread, the worker's step thread. Arrays are numpy, on t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -171,8 +171,13 @@ class Engine(Protocol):
     def logits(self, step: Step) -> np.ndarray:
         """As ``step`` but returns float32 logits [len(samples), vocab] of the sampling rows instead of tokens (conformance, audits)."""
 
-    def read_kv(self, page_table: np.ndarray, tokens: TokenRange) -> tuple[KVBlock, ...]:
-        """Copy the KV of ``tokens`` out of the pages of ``page_table`` [P] i32: one block per plane, all layers, all heads."""
+    def read_kv(self, page_table: np.ndarray, tokens: TokenRange, out: Sequence[np.ndarray] | None = None) -> tuple[KVBlock, ...]:
+        """Copy the KV of ``tokens`` out of the pages of ``page_table`` [P] i32: one block per plane, all layers, all heads.
+
+        ``out``: the blocks' values, [layers, tokens, heads, dim] each, as :func:`pddbridge.kv_block.arrays_in` lays them: memory of a
+        link, which then copies nothing. An engine whose device cannot write there returns other arrays, and the link copies. Raises
+        ValueError for an ``out`` of another form.
+        """
 
     def write_kv(self, page_table: np.ndarray, block: KVBlock) -> None:
         """Place a block into the pages of ``page_table`` [P] i32; touches nothing outside the block's ranges.
@@ -190,7 +195,7 @@ class Engine(Protocol):
 class OverlapsReads(Protocol):
     """What an engine adds if its device can copy to the host while it computes. An engine without it is read with ``read_kv``."""
 
-    def start_read_kv(self, page_table: np.ndarray, tokens: TokenRange) -> PendingKV:
+    def start_read_kv(self, page_table: np.ndarray, tokens: TokenRange, out: Sequence[np.ndarray] | None = None) -> PendingKV:
         """As ``read_kv``, but return as soon as the copy is under way.
 
         The values are those of the time of this call: later calls of the engine may write the same pages at once and do not wait for
@@ -198,11 +203,11 @@ class OverlapsReads(Protocol):
         """
 
 
-def start_read_kv(engine: Engine, page_table: np.ndarray, tokens: TokenRange) -> PendingKV:
+def start_read_kv(engine: Engine, page_table: np.ndarray, tokens: TokenRange, out: Sequence[np.ndarray] | None = None) -> PendingKV:
     """Begin to copy KV to the host, beside the compute that follows where ``engine`` can."""
     if isinstance(engine, OverlapsReads):
-        return engine.start_read_kv(page_table, tokens)
-    return ReadyKV(engine.read_kv(page_table, tokens))
+        return engine.start_read_kv(page_table, tokens, out)
+    return ReadyKV(engine.read_kv(page_table, tokens, out))
 
 
 class EngineFactory(Protocol):

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
 
 from pddbridge.engine import KVBlock
 from pddbridge.kv_spec import HeadRange, KVGroup, KVSpec, LayerRange, TokenRange
+
+_LINE_BYTES: Final = 64
 
 
 def locate_plane(spec: KVSpec, plane: str, layers: LayerRange) -> tuple[KVGroup, int]:
@@ -63,3 +69,41 @@ def split_block(block: KVBlock, max_bytes: int) -> Iterator[KVBlock]:
                     HeadRange(block.heads.start + head, block.heads.start + head_stop),
                     block.values[layer:layer_stop, token:token_stop, head:head_stop],
                 )
+
+
+def room_for(spec: KVSpec, num_tokens: int) -> int:
+    """Bytes that :func:`arrays_in` needs for ``num_tokens``."""
+    return sum(_on_lines(math.prod(shape) * dtype.itemsize) for shape, dtype in _whole_blocks(spec, num_tokens))
+
+
+def arrays_in(memory: np.ndarray, spec: KVSpec, num_tokens: int) -> tuple[np.ndarray, ...]:
+    """Where to make all KV of ``num_tokens``: one array [layers, tokens, heads, dim] per group and plane, all heads, one after the other in
+    ``memory`` uint8 [``room_for``], each beginning on a cache line if that does.
+    """
+    arrays, start = [], 0
+    for shape, dtype in _whole_blocks(spec, num_tokens):
+        num_bytes = math.prod(shape) * dtype.itemsize
+        arrays.append(memory[start : start + num_bytes].view(dtype).reshape(shape))
+        start += _on_lines(num_bytes)
+    return tuple(arrays)
+
+
+def check_out(spec: KVSpec, num_tokens: int, out: Sequence[np.ndarray]) -> None:
+    """Raises ValueError unless ``out`` is what :func:`arrays_in` gives: writable, C-contiguous."""
+    want = list(_whole_blocks(spec, num_tokens))
+    if len(out) != len(want):
+        raise ValueError(f"out: given {len(out)} arrays, {len(want)} are needed")
+    for index, (array, (shape, dtype)) in enumerate(zip(out, want, strict=True)):
+        if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous or not array.flags.writeable:
+            given = f"{array.dtype}{list(array.shape)}"
+            raise ValueError(f"out[{index}]: given {given}, must be {dtype}{list(shape)}, C-contiguous and writable")
+
+
+def _whole_blocks(spec: KVSpec, num_tokens: int) -> Iterator[tuple[tuple[int, int, int, int], np.dtype]]:
+    for group in spec.groups:
+        for plane in group.planes:
+            yield (group.num_layers, num_tokens, plane.num_heads, plane.head_dim), spec.np_dtype_of(plane)
+
+
+def _on_lines(num_bytes: int) -> int:
+    return -(-num_bytes // _LINE_BYTES) * _LINE_BYTES

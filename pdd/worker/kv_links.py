@@ -128,8 +128,9 @@ class KVLinks:
 
     @property
     def fallbacks(self) -> dict[str, int]:
-        """By reason, ever."""
-        return dict(self._fallbacks)
+        """By reason, ever; reads that a link copies into its slots because they could not be made there among them."""
+        copied = {f"shm: a read's blocks are copied: {reason}": count for reason, count in self._shm.loans_refused.items()}
+        return {**self._fallbacks, **copied}
 
     @property
     def server_counters(self) -> ServerCounters:

@@ -12,6 +12,7 @@ from pdd.worker.metrics import Counters
 from pdd.worker.pages import PageCounts
 from pddbridge.engine import KVBlock
 from pddbridge.kv_spec import TokenRange
+from pddbridge.links.slot_loans import Lend
 from pddbridge.sampling_params import SamplingParams, TokenRecord
 
 T = TypeVar("T")
@@ -35,10 +36,11 @@ def _awaited(reply: Future[T]) -> bool:
 
 @dataclass(frozen=True)
 class PushTo:
-    """A receiver of prompt KV from position ``first_token`` on."""
+    """A receiver of prompt KV from position ``first_token`` on. ``lend``: memory of its link, called by the step thread."""
 
     target: str
     first_token: int
+    lend: Lend | None = None
 
 
 @dataclass(frozen=True)

@@ -6,18 +6,20 @@ however far prefill is ahead. Receivers that stand at the same position share on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pddbridge.kv_spec import TokenRange
+from pddbridge.links.slot_loans import Lend
 
 
 @dataclass(frozen=True)
 class PushRead:
-    """Read ``tokens`` once, send them to all ``targets``."""
+    """Read ``tokens`` once, send them to all ``targets``. ``lend``: of a link that carries them; None: no link has memory to lend."""
 
     tokens: TokenRange
     targets: tuple[str, ...]
+    lend: Lend | None = None
 
 
 @dataclass
@@ -29,10 +31,19 @@ class _Cursor:
 
 class PushFeed:
     """``targets``: (name, first position) · ``stop``: first position not sent · ``window_bytes``: unacknowledged bytes per receiver ·
-    ``piece_bytes``: about how much one read copies.
+    ``piece_bytes``: about how much one read copies · ``lenders``: of the targets whose link lends memory.
     """
 
-    def __init__(self, targets: Sequence[tuple[str, int]], stop: int, bytes_per_token: int, window_bytes: int, piece_bytes: int) -> None:
+    def __init__(
+        self,
+        targets: Sequence[tuple[str, int]],
+        stop: int,
+        bytes_per_token: int,
+        window_bytes: int,
+        piece_bytes: int,
+        lenders: Mapping[str, Lend] | None = None,
+    ) -> None:
+        self._lenders = lenders or {}
         self._stop = stop
         self._bytes_per_token = bytes_per_token
         self._window_bytes = window_bytes
@@ -57,7 +68,8 @@ class PushFeed:
         for cursor in group:
             cursor.next_token = stop
             cursor.unacked_bytes += (stop - start) * self._bytes_per_token
-        return PushRead(TokenRange(start, stop), tuple(c.target for c in group))
+        names = tuple(c.target for c in group)
+        return PushRead(TokenRange(start, stop), names, next((self._lenders[name] for name in names if name in self._lenders), None))
 
     def acknowledge(self, target: str, num_bytes: int) -> None:
         """``target`` has placed ``num_bytes`` more."""

@@ -17,6 +17,7 @@ from pdd.worker import messages as m
 from pdd.worker.push_feed import PushRead
 from pdd.worker.request import RequestState
 from pddbridge.engine import Engine, PendingKV, start_read_kv
+from pddbridge.kv_block import arrays_in, room_for
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class PushReads:
         page_table = np.array(request.pages, dtype=np.int32)
         while (read := request.push.next_read(request.kv_len)) is not None:
             try:
-                copy = start_read_kv(self._engine, page_table, read.tokens)
+                copy = start_read_kv(self._engine, page_table, read.tokens, self._room(read))
             except Exception as error:
                 logger.exception("request %s: starting to read KV failed", request.request_id)
                 self._fail(request, Code.INTERNAL, f"reading KV failed: {error}")
@@ -54,6 +55,14 @@ class PushReads:
     def forget(self, request: RequestState) -> None:
         """``request`` is over: what is still under way for it is dropped."""
         self._under_way = deque(entry for entry in self._under_way if entry[0] is not request)
+
+    def _room(self, read: PushRead) -> tuple[np.ndarray, ...] | None:
+        """Where a link would have the blocks, so that it does not copy them; None: anywhere."""
+        if read.lend is None:
+            return None
+        spec = self._engine.kv_spec
+        memory = read.lend(room_for(spec, len(read.tokens)), len(read.targets) > 1)
+        return None if memory is None else arrays_in(memory, spec, len(read.tokens))
 
     def _deliver(self, request: RequestState, read: PushRead, copy: PendingKV) -> None:
         try:

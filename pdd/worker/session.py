@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 from pdd.errors import Code
 from pdd.worker import messages as m
@@ -39,7 +40,9 @@ class Session:
         """Hand the request to the step thread. Raises ValueError when a push cannot be opened; ``end`` it then as ever."""
         for spec in self._opening.pushes:
             self._pushes[spec.target] = self._traffic.push(self.request_id, spec, self._push_ended)
-        self.submit(self._opening.command)
+        command = self._opening.command
+        push_to = tuple(replace(to, lend=self._pushes[to.target].lend) for to in command.push_to)
+        self.submit(replace(command, push_to=push_to))
 
     def submit(self, command: m.Command) -> None:
         """A command for this request. Where the step loop has ended, the request ends too."""

@@ -21,6 +21,7 @@ from pddbridge.codecs import CodecId
 from pddbridge.engine import KVBlock
 from pddbridge.kv_spec import TokenRange
 from pddbridge.links.nixl import NixlAgent
+from pddbridge.links.slot_loans import Lend
 from pddbridge.links.tcp import Handshake, OutgoingTransfer, TransferFailed, TransferReport
 
 logger = logging.getLogger(__name__)
@@ -157,6 +158,11 @@ class Push:
     def cancel(self) -> None:
         """Send nothing more. Idempotent."""
         self._waiting.cancel()
+    @property
+    def lend(self) -> Lend | None:
+        """Memory of the link, in which the step thread may make the blocks."""
+        return self._transfer.lend
+
         self._transfer.cancel()
 
     async def _wait(self) -> None:

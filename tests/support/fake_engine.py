@@ -131,16 +131,18 @@ class FakeEngine:
         result = self.step(step)
         return np.stack([np.eye(VOCAB, dtype=np.float32)[record.token_id] for record in result.records])
 
-    def read_kv(self, page_table: np.ndarray, tokens: TokenRange) -> tuple[KVBlock, ...]:
+    def read_kv(self, page_table: np.ndarray, tokens: TokenRange, out: Sequence[np.ndarray] | None = None) -> tuple[KVBlock, ...]:
         self._check_thread()
         self.reads.append(tokens)
         layers, heads = LayerRange(0, NUM_LAYERS), HeadRange(0, NUM_HEADS)
         blocks = []
-        for plane in ("k", "v"):
+        for index, plane in enumerate(("k", "v")):
             values = np.stack([self._slot(plane, page_table, at) for at in range(tokens.start, tokens.stop)], axis=1)
             if np.isnan(values).any():
                 raise RuntimeError(f"read_kv: unwritten slots in {tokens}")
-            blocks.append(KVBlock(plane, layers, tokens, heads, np.ascontiguousarray(values)))
+            into = np.empty(values.shape, values.dtype) if out is None else out[index]
+            into[...] = values
+            blocks.append(KVBlock(plane, layers, tokens, heads, into))
         return tuple(blocks)
 
     def write_kv(self, page_table: np.ndarray, block: KVBlock) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -52,8 +52,8 @@ class Around:
     def logits(self, step: Step) -> np.ndarray:
         return self.engine.logits(step)
 
-    def read_kv(self, page_table: np.ndarray, tokens: TokenRange) -> tuple[KVBlock, ...]:
-        return self.engine.read_kv(page_table, tokens)
+    def read_kv(self, page_table: np.ndarray, tokens: TokenRange, out: Sequence[np.ndarray] | None = None) -> tuple[KVBlock, ...]:
+        return self.engine.read_kv(page_table, tokens, out)
 
     def write_kv(self, page_table: np.ndarray, block: KVBlock) -> None:
         self.engine.write_kv(page_table, block)
@@ -80,7 +80,7 @@ class ReversedOnArrival(Around):
 class ReversedOnTheWire(Around):
     """Its own order of heads is not the wire's, and it converts neither way: what it reads back is what it wrote."""
 
-    def read_kv(self, page_table: np.ndarray, tokens: TokenRange) -> tuple[KVBlock, ...]:
+    def read_kv(self, page_table: np.ndarray, tokens: TokenRange, out: Sequence[np.ndarray] | None = None) -> tuple[KVBlock, ...]:
         return tuple(reverse_heads(block) for block in super().read_kv(page_table, tokens))
 
     def write_kv(self, page_table: np.ndarray, block: KVBlock) -> None:

@@ -17,6 +17,7 @@ from pddbridge.kv_wire import REPLY_BYTES, Kind
 from pddbridge.links import shm_io, tcp_io
 from pddbridge.links.nixl_agent import NixlAgent, NixlError, WriteEnd
 from pddbridge.links.nixl_grant import Grant, receive_grant
+from pddbridge.links.slot_loans import SlotLoans
 from pddbridge.links.slot_peer import Carrier, SlotSettings, SlottedFrame
 from pddbridge.links.slot_sender import SlotSender
 from pddbridge.links.slots import SLOT_BYTES, FreeSlots, announce, note_message
@@ -89,6 +90,13 @@ class _NixlCarrier:
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def loans(self) -> SlotLoans | None:
+        return None
+
+    def holds(self, payload: memoryview) -> bool:
+        return False
+
     def take(self) -> int:
         return self._free.take()
 
@@ -101,6 +109,7 @@ class _NixlCarrier:
             messages.append(note_message(Note(Kind.PING, 0, self._epoch, len(frames))))
         await tcp_io.send(self._sock, b"".join(messages), memoryview(b""))
         for frame in frames:
+            assert frame.slot is not None, "nothing is lent here"
             offset, num_bytes = frame.slot * SLOT_BYTES, len(frame.payload)
             self._staging[offset : offset + num_bytes] = np.frombuffer(frame.payload, np.uint8)
             self._num_writing += 1

@@ -13,13 +13,15 @@ from pddbridge.kv_sender import DueFrame, OutgoingFrame, Sender, SenderState
 from pddbridge.kv_transfer import TransferFailed, TransferReport
 from pddbridge.kv_wire import NackReason
 from pddbridge.link_schedule import Priority
+from pddbridge.links.slot_loans import Lend
 
 
 class OutgoingTransfer:
     """Lives on one event loop. ``offer`` tells the link that frames wait. ``stall_timeout_s``: longest wait for an acknowledgement while
     frames are owed, by the loop's monotonic clock; a transfer with nothing to send may be idle for ever. ``on_acked`` is called with the
     bytes of KV, as stored, of every acknowledged frame. ``on_stopped`` tells the link once if the transfer ends before it is done for a
-    reason that the receiver cannot know. ``priority`` and ``deadline_s``, by the loop's clock: for the link's choice who sends next.
+    reason that the receiver cannot know. ``lend``: memory of the link in which blocks may be made, so that it does not copy them.
+    ``priority`` and ``deadline_s``, by the loop's clock: for the link's choice who sends next.
     """
 
     def __init__(
@@ -30,10 +32,12 @@ class OutgoingTransfer:
         on_acked: Callable[[int], None] | None = None,
         on_stopped: Callable[[OutgoingTransfer, StopReason], None] | None = None,
         priority: Priority = Priority.NORMAL,
+        lend: Lend | None = None,
         deadline_s: float | None = None,
     ) -> None:
         self.priority = priority
         self.deadline_s = deadline_s
+        self.lend = lend
         self._machine = machine
         self._offer = offer
         self._stall_timeout_s = stall_timeout_s

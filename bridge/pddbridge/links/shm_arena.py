@@ -2,7 +2,7 @@
 
 It has no name, so nothing is left behind however either process ends: the kernel frees it with the last mapping. It is sealed against
 resizing, so a peer cannot take pages away from under a reader. The sender alone writes and decides which slot is free; a slot is free again
-once its frame was answered, never earlier.
+once its frame was answered, never earlier. Some slots frames are copied into; in the others, lent ones, blocks are made.
 """
 
 from __future__ import annotations
@@ -10,41 +10,52 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import weakref
 from typing import Final
 
 import numpy as np
 
+from pddbridge.links.slot_loans import SlotLoans
 from pddbridge.links.slots import MAX_SLOTS, SLOT_BYTES, FreeSlots
 
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Arena:
-    """The sender's end, ``num_slots`` large. ``fd`` stays open until ``close_fd``; the memory lives as long as somebody maps it.
+    """The sender's end: ``num_slots`` to copy frames into, ``num_lent`` more that are lent. ``fd`` stays open until ``close_fd``, the
+    memory as long as somebody maps it.
 
     Raises ValueError for a size out of bounds, OSError when there is no memory.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, num_lent: int = 0) -> None:
         self.free = FreeSlots(num_slots)
+        num_all = num_slots + num_lent
+        if num_all > MAX_SLOTS:
+            raise ValueError(f"Arena: {num_all} slots, at most {MAX_SLOTS} are allowed")
         self.fd = os.memfd_create("pdd-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self.fd, num_slots * SLOT_BYTES)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
-            mapped = mmap.mmap(self.fd, num_slots * SLOT_BYTES)
-        except OSError:
-            os.close(self.fd)
-            raise
-        self._slots = np.frombuffer(mapped, np.uint8).reshape(num_slots, SLOT_BYTES)
+        self._close_fd = weakref.finalize(self, os.close, self.fd)
+        os.ftruncate(self.fd, num_all * SLOT_BYTES)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+        mapped = memoryview(mmap.mmap(self.fd, num_all * SLOT_BYTES))
+        memory = np.frombuffer(mapped, np.uint8)
+        self._slots = memory.reshape(num_all, SLOT_BYTES)
+        self._address, self._num_bytes = memory.ctypes.data, len(memory)
+        self.loans = SlotLoans([mapped[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES] for slot in range(num_slots, num_all)])
 
     def close_fd(self) -> None:
-        """The receiver has its own descriptor by now."""
-        os.close(self.fd)
+        """The receiver has its own descriptor by now. Closed with the arena at the latest."""
+        self._close_fd()
 
     def write(self, slot: int, payload: memoryview) -> int:
         """Copy ``payload``, at most SLOT_BYTES, into a taken ``slot``; returns its offset in the arena."""
         self._slots[slot, : len(payload)] = np.frombuffer(payload, np.uint8)
         return slot * SLOT_BYTES
+
+    def offset_of(self, payload: memoryview) -> int | None:
+        """Where in the arena ``payload`` lies; None if it lies elsewhere."""
+        offset = np.frombuffer(payload, np.uint8).ctypes.data - self._address
+        return offset if 0 <= offset <= self._num_bytes - len(payload) else None
 
 
 def map_arena(fd: int) -> np.ndarray:

@@ -5,18 +5,25 @@ from __future__ import annotations
 import socket
 from collections.abc import AsyncIterator
 
-from pddbridge.kv_handshake import check_welcome, hello, parse_refuse
+from pddbridge.kv_handshake import Handshake, check_welcome, hello, parse_refuse
 from pddbridge.kv_notes import Note
 from pddbridge.kv_wire import REPLY_BYTES, Kind
 from pddbridge.links import shm_io, tcp_io
 from pddbridge.links.shm_arena import Arena
-from pddbridge.links.slot_peer import Carrier, SlottedFrame
+from pddbridge.links.slot_loans import SlotLoans
+from pddbridge.links.slot_peer import Carrier, SlotSettings, SlottedFrame
 from pddbridge.links.slot_sender import SlotSender
 from pddbridge.links.slots import announce, note_message
 
 
 class ShmSender(SlotSender):
     """To receivers that :func:`pddbridge.links.shm_io.reachable` finds. A receiver's epoch is all its address here."""
+
+    lends = True
+
+    def __init__(self, handshake: Handshake, settings: SlotSettings | None = None) -> None:
+        super().__init__(handshake, settings)
+        self._prepared: dict[int, Arena] = {}
 
     def reaches(self, epoch: int) -> bool:
         """Whether the receiver with ``epoch`` is on this host, as far as can be told without waiting."""
@@ -25,7 +32,7 @@ class ShmSender(SlotSender):
     async def _connect(self, host: str, port: int, epoch: int) -> Carrier:
         sock = await shm_io.connect(epoch)
         try:
-            arena = Arena(self._settings.num_slots)
+            arena = self._prepared.pop(epoch, None) or Arena(self._settings.num_slots, self._settings.num_lent)
             try:
                 await shm_io.send_hello(sock, hello(self._handshake, epoch), arena.fd)
             finally:
@@ -39,6 +46,19 @@ class ShmSender(SlotSender):
             raise
         return _ShmCarrier(sock, arena)
 
+    def _lends_at_once(self, epoch: int) -> SlotLoans | None:
+        """The first connection's arena, so that blocks that are made before it stands lie there."""
+        try:
+            arena = Arena(self._settings.num_slots, self._settings.num_lent)
+        except OSError:  # connecting will say so
+            return None
+        self._prepared[epoch] = arena
+        return arena.loans
+
+    async def close(self) -> None:
+        await super().close()
+        self._prepared.clear()
+
 
 class _ShmCarrier:
     """See :class:`Carrier`."""
@@ -51,6 +71,13 @@ class _ShmCarrier:
     def num_free(self) -> int:
         return len(self._arena.free)
 
+    @property
+    def loans(self) -> SlotLoans | None:
+        return self._arena.loans
+
+    def holds(self, payload: memoryview) -> bool:
+        return self._arena.offset_of(payload) is not None
+
     def take(self) -> int:
         return self._arena.free.take()
 
@@ -59,7 +86,7 @@ class _ShmCarrier:
 
     async def send(self, notes: list[Note], frames: list[SlottedFrame]) -> None:
         messages = [note_message(note) for note in notes]
-        messages += [announce(frame.header, self._arena.write(frame.slot, frame.payload)) for frame in frames]
+        messages += [announce(frame.header, self._offset(frame)) for frame in frames]
         await tcp_io.send(self._sock, b"".join(messages), memoryview(b""))
 
     def replies(self) -> AsyncIterator[list[bytes]]:
@@ -67,3 +94,10 @@ class _ShmCarrier:
 
     async def close(self) -> None:
         self._sock.close()
+
+    def _offset(self, frame: SlottedFrame) -> int:
+        if frame.slot is not None:
+            return self._arena.write(frame.slot, frame.payload)
+        offset = self._arena.offset_of(frame.payload)
+        assert offset is not None, "a frame without a slot of its own lies in one that was lent"
+        return offset

@@ -1,7 +1,8 @@
 """One receiver as the sender of a slot link sees it: one connection, turns between transfers, sending again after a break.
 
 A slot link (shared memory, NIXL) carries payloads through memory that is cut into slots of one frame, and headers, notes and replies as
-messages. What differs between such links is a :class:`Carrier`. A slot is free again once its frame was answered, never earlier.
+messages. What differs between such links is a :class:`Carrier`. A slot is free again once its frame was answered, never earlier; one that
+was lent to whoever made the block, when nobody refers to the block any more either.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from pddbridge.engine import KVBlock
 from pddbridge.kv_handshake import HandshakeError
 from pddbridge.kv_notes import Note, StopReason
 from pddbridge.kv_sender import OutgoingFrame
@@ -20,6 +22,7 @@ from pddbridge.kv_transfer import FailureCode, TransferFailed
 from pddbridge.kv_wire import Kind, Reply, WireError, decode_reply, encode_frame_header, payload_view
 from pddbridge.links.outgoing import OutgoingTransfer
 from pddbridge.links.schedule import Turns
+from pddbridge.links.slot_loans import Lender, SlotLoans
 from pddbridge.links.slots import MAX_SLOTS
 from pddbridge.links.stats import GoodputMeter, LinkStats, RoundTrip, SenderCounters
 
@@ -35,12 +38,15 @@ _FAREWELL_S: Final = 0.5
 
 @dataclass(frozen=True)
 class SlotSettings:
-    """``num_slots``: frames under way to one receiver, 4 MiB of memory each: the sender's credit. ``max_attempts``: times a frame is
-    sent, and failures in a row without progress, before transfers fail. A connection within a site breaks when a process ends, hardly
-    otherwise, so few and quick ones do. ``stall_timeout_s`` as :class:`OutgoingTransfer` says. ``connect_timeout_s`` covers the handshake.
+    """``num_slots``: frames under way to one receiver that were copied, 4 MiB of memory each: the sender's credit. ``num_lent``: more in
+    which blocks may be made, where the link has shared memory; like the others they take memory once they are used.
+    ``max_attempts``: times a frame is sent, and failures in a row without progress, before transfers fail. A connection within a site
+    breaks when a process ends, hardly otherwise, so few and quick ones do. ``stall_timeout_s`` as :class:`OutgoingTransfer` says.
+    ``connect_timeout_s`` covers the handshake.
     """
 
     num_slots: int = 8
+    num_lent: int = 24
     stall_timeout_s: float = 30.0
     connect_timeout_s: float = 10.0
     max_attempts: int = 3
@@ -50,15 +56,15 @@ class SlotSettings:
         for field in ("num_slots", "stall_timeout_s", "connect_timeout_s", "max_attempts"):
             if getattr(self, field) <= 0:
                 raise ValueError(f"SlotSettings.{field}: given {getattr(self, field)}, must be above 0")
-        if self.num_slots > MAX_SLOTS:
-            raise ValueError(f"SlotSettings.num_slots: given {self.num_slots}, allowed at most {MAX_SLOTS}")
+        if self.num_lent < 0 or self.num_slots + self.num_lent > MAX_SLOTS:
+            raise ValueError(f"SlotSettings: given num_slots {self.num_slots}, num_lent {self.num_lent}, allowed {MAX_SLOTS} together")
 
 
 @dataclass(frozen=True)
 class SlottedFrame:
-    """A frame that has a slot."""
+    """A frame and the slot that it is to be copied into; None: it lies in the carrier's memory already."""
 
-    slot: int
+    slot: int | None
     header: bytes
     payload: memoryview
 
@@ -69,7 +75,15 @@ class Carrier(Protocol):
     """
 
     @property
-    def num_free(self) -> int: ...
+    def num_free(self) -> int:
+        """Slots that frames may be copied into, now."""
+
+    @property
+    def loans(self) -> SlotLoans | None:
+        """None: it lends nothing."""
+
+    def holds(self, payload: memoryview) -> bool:
+        """Whether ``payload`` lies in this memory, so that it need not be copied."""
 
     def take(self) -> int:
         """A free slot; there is one."""
@@ -98,6 +112,9 @@ class SlotPeer:
         self.frames_resent = 0
         self.connections_opened = 0
         self.connected = False
+        self.frames_in_place = 0
+        self.frames_copied = 0
+        self.lender = Lender()
         self._connect = connect
         self._epoch = epoch
         self._settings = settings
@@ -118,7 +135,8 @@ class SlotPeer:
     @property
     def counters(self) -> SenderCounters:
         """Payloads are never coded here."""
-        return SenderCounters(self.bytes_sent, self.bytes_sent, self.frames_resent, self.connections_opened, 0, self.num_live)
+        sent = (self.bytes_sent, self.bytes_sent, self.frames_resent, self.connections_opened, 0, self.num_live)
+        return SenderCounters(*sent, self.frames_in_place, self.frames_copied)
 
     @property
     def stats(self) -> LinkStats:
@@ -218,15 +236,18 @@ class SlotPeer:
 
     async def _use_one_connection(self) -> ConnectionEnd:
         """Open one and use it until it breaks: its arena is not kept longer. Raises HandshakeError, WireError, OSError."""
-        async with asyncio.timeout(self._settings.connect_timeout_s):
-            asked_at = self._loop.time()
-            connection = _Connection(self, await self._connect())
-            self._round_trip.measured(self._loop.time() - asked_at)
-        self.connections_opened += 1
-        self.connected = True
         try:
+            async with asyncio.timeout(self._settings.connect_timeout_s):
+                asked_at = self._loop.time()
+                carrier = await self._connect()
+                connection = _Connection(self, carrier)
+                self._round_trip.measured(self._loop.time() - asked_at)
+            self.connections_opened += 1
+            self.connected = True
+            self.lender.loans = carrier.loans
             return await connection.use()
         finally:
+            self.lender.loans = None
             self.connected = False
 
     def _fail_all(self, failure: TransferFailed) -> None:
@@ -235,6 +256,15 @@ class SlotPeer:
             transfer.fail(failure)
         self._turns.clear()
         self._farewells.clear()
+
+
+@dataclass(frozen=True)
+class _Announced:
+    """A frame in flight. ``slot``: what it was copied into. ``block``: kept until it is answered, so that a lent slot is."""
+
+    transfer: OutgoingTransfer
+    slot: int | None
+    block: KVBlock
 
 
 @dataclass(frozen=True)
@@ -255,7 +285,7 @@ class _Connection:
         self._peer = peer
         self._carrier = carrier
         self._slot_free = asyncio.Event()
-        self._in_flight: dict[tuple[int, int], tuple[OutgoingTransfer, int]] = {}
+        self._in_flight: dict[tuple[int, int], _Announced] = {}
 
     async def use(self) -> ConnectionEnd:
         """Until it breaks. Frames in flight are then lost, their transfers told."""
@@ -274,8 +304,8 @@ class _Connection:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._carrier.close()
             lost, self._in_flight = self._in_flight, {}
-            for (_, sequence), (transfer, _) in lost.items():
-                transfer.lost(sequence, why)
+            for (_, sequence), announced in lost.items():
+                announced.transfer.lost(sequence, why)
         lived_s = asyncio.get_running_loop().time() - self._opened_at
         return ConnectionEnd(why, self._progressed, failed=bool(lost) or lived_s < _SHORT_LIFE_S)
 
@@ -290,17 +320,23 @@ class _Connection:
             await asyncio.sleep(0)
 
     def _take_frames(self) -> Iterator[SlottedFrame]:
-        """Some frames, as long as there are slots and frames."""
+        """Some frames, as long as there are slots and frames. Those that need none wait as well while there is none: it is their turn that
+        another frame has, and its slot comes back.
+        """
         for _ in range(min(_FRAMES_AT_ONCE, self._carrier.num_free)):
             if (taken := self._peer.next_frame()) is None:
                 return
             transfer, frame = taken
-            slot = self._carrier.take()
+            payload = payload_view(frame.block.values)
+            in_place = self._carrier.holds(payload)
+            slot = None if in_place else self._carrier.take()
+            self._peer.frames_in_place += in_place
+            self._peer.frames_copied += not in_place
             if not self._carrier.num_free:
                 self._slot_free.clear()
             # A cancelled transfer's frames stay here too: their slots are read until they are answered.
-            self._in_flight[(transfer.transfer_id, frame.header.sequence)] = (transfer, slot)
-            yield SlottedFrame(slot, encode_frame_header(frame.header), payload_view(frame.block.values))
+            self._in_flight[(transfer.transfer_id, frame.header.sequence)] = _Announced(transfer, slot, frame.block)
+            yield SlottedFrame(slot, encode_frame_header(frame.header), payload)
 
     async def _read(self) -> None:
         async for replies in self._carrier.replies():
@@ -312,10 +348,10 @@ class _Connection:
         found = self._in_flight.pop((reply.transfer_id, reply.sequence), None)
         if found is None:
             return
-        transfer, slot = found
-        self._carrier.give_back(slot)
-        self._slot_free.set()
+        if found.slot is not None:
+            self._carrier.give_back(found.slot)
+            self._slot_free.set()
         if reply.reason is None:
-            self._peer.delivered(transfer.acked(reply.sequence), all_delivered=not self._in_flight)
+            self._peer.delivered(found.transfer.acked(reply.sequence), all_delivered=not self._in_flight)
         else:
-            transfer.nacked(reply.reason)
+            found.transfer.nacked(reply.reason)

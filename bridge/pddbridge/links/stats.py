@@ -33,7 +33,7 @@ class LinkStats:
 class SenderCounters:
     """Since the start. ``bytes_sent``: KV as stored, acknowledged after placing or found to be there. ``wire_bytes_sent``: the payloads
     that carried it. ``frames_resent``: after a break. ``codecs_declined``: transfers whose codec the receiver does not take. ``num_open``:
-    transfers that have not ended, now.
+    transfers that have not ended, now. Within a site: ``frames_in_place``, made in a slot; ``frames_copied``, copied into one.
     """
 
     bytes_sent: int = 0
@@ -42,6 +42,8 @@ class SenderCounters:
     connections_opened: int = 0
     codecs_declined: int = 0
     num_open: int = 0
+    frames_in_place: int = 0
+    frames_copied: int = 0
 
     def __add__(self, other: SenderCounters) -> SenderCounters:
         return SenderCounters(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))

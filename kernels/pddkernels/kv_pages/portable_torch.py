@@ -47,17 +47,18 @@ def gather_pages(pages: torch.Tensor, page_heads: torch.Tensor) -> torch.Tensor:
     return pages.view(-1, page_size * dim).index_select(0, page_heads).view(-1, page_size, dim)
 
 
-def pack_tokens(layers: Sequence[torch.Tensor], rows: torch.Tensor, num_heads: int) -> torch.Tensor:
+def pack_tokens(layers: Sequence[torch.Tensor], rows: torch.Tensor, num_heads: int, out: torch.Tensor | None = None) -> torch.Tensor:
     """Tokens of one plane in wire order: [layers, tokens, num_heads, dim], bit for bit, each value moved once.
 
-    ``layers``: per layer pages [N, kv_heads, page_size, dim] · ``rows`` [tokens * num_heads] i64 of :func:`slot_rows`.
+    ``layers``: per layer pages [N, kv_heads, page_size, dim] · ``rows`` [tokens * num_heads] i64 of :func:`slot_rows` · ``out``: what is
+    returned, contiguous; None for new memory.
     """
     first = layers[0]
-    dim = first.shape[-1]
-    packed = torch.empty((len(layers), len(rows), dim), dtype=first.dtype, device=first.device)
+    shape = (len(layers), len(rows), first.shape[-1])
+    packed = torch.empty(shape, dtype=first.dtype, device=first.device) if out is None else out.view(shape)
     for pages, layer_packed in zip(layers, packed, strict=True):
-        torch.index_select(pages.view(-1, dim), 0, rows, out=layer_packed)
-    return packed.view(len(layers), -1, num_heads, dim)
+        torch.index_select(pages.view(-1, shape[2]), 0, rows, out=layer_packed)
+    return packed.view(len(layers), -1, num_heads, shape[2])
 
 
 def unpack_tokens(layers: Sequence[torch.Tensor], rows: torch.Tensor, values: torch.Tensor) -> None:

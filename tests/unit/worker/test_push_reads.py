@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -70,10 +70,10 @@ class OverlappingEngine(FakeEngine):
         self._before_writing(set(page_table.tolist()))
         super().write_kv(page_table, block)
 
-    def start_read_kv(self, page_table: np.ndarray, tokens: TokenRange) -> PendingKV:
+    def start_read_kv(self, page_table: np.ndarray, tokens: TokenRange, out: Sequence[np.ndarray] | None = None) -> PendingKV:
         number = len(self.device.copies) + 1
         table = page_table.copy()
-        copy = Copy(number, self.device.log, lambda: self.read_kv(table, tokens), error=self.device.error)
+        copy = Copy(number, self.device.log, lambda: self.read_kv(table, tokens, out), error=self.device.error)
         self.device.log.append(f"start {number}")
         self.device.copies.append((table[tokens.start // self.config.page_size : -(-tokens.stop // self.config.page_size)], copy))
         return copy
