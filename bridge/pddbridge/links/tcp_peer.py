@@ -18,7 +18,8 @@ from pddbridge.kv_wire import Kind, WireError
 from pddbridge.links import tcp_io, tls_io
 from pddbridge.links.coding import CodingThreads
 from pddbridge.links.outgoing import OutgoingTransfer
-from pddbridge.links.schedule import Pacer, Turns
+from pddbridge.links.schedule import Pacer
+from pddbridge.links.shared_link import SharedLink, unsent_bytes
 from pddbridge.links.stats import GoodputMeter, LinkStats, RoundTrip, SenderCounters
 from pddbridge.links.tcp_connection import Connection, Liveness
 from pddbridge.tls import LinkTls, check_peer
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 _SHORT_LIFE_S = 0.2
 # At the end of the process: how long it may take to tell receivers that transfers end.
 _FAREWELL_S = 0.5
+# How often a connection that waits for another receiver's looks whether that one has stalled.
+_LOOK_AGAIN_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -62,9 +65,21 @@ class SenderSettings:
 
 
 class Peer:
-    """Connections to the receiver with ``epoch`` at ``host:port``. They are opened when a transfer is, and then stay."""
+    """Connections to the receiver with ``epoch`` at ``host:port``. They are opened when a transfer is, and then stay. ``link``: whose
+    turn it is, of all transfers that share it.
+    """
 
-    def __init__(self, handshake: Handshake, host: str, port: int, epoch: int, settings: SenderSettings, coding: CodingThreads) -> None:
+    def __init__(
+        self,
+        handshake: Handshake,
+        host: str,
+        port: int,
+        epoch: int,
+        settings: SenderSettings,
+        coding: CodingThreads,
+        link: SharedLink | None = None,
+    ) -> None:
+        self.progressed_at_s = 0.0
         self.bytes_sent = 0
         self.wire_bytes_sent = 0
         self.frames_resent = 0
@@ -83,7 +98,8 @@ class Peer:
         self._farewells: deque[Note] = deque()
         self._questions: deque[tuple[OutgoingTransfer, Note]] = deque()
         self._codecs: frozenset[CodecId] = frozenset({CodecId.RAW})
-        self._turns: Turns[OutgoingTransfer] = Turns()
+        self._link = link or SharedLink()
+        self._max_unsent_bytes = settings.max_unsent_bytes or unsent_bytes(None)
         self._pacer = Pacer(settings.max_bytes_per_s)
         self._goodput = GoodputMeter()
         self._wire_rate = GoodputMeter()
@@ -95,6 +111,20 @@ class Peer:
     def num_live(self) -> int:
         """Transfers that have not ended."""
         return sum(not transfer.ended for transfer in self._transfers.values())
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._connections)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Frames, on all connections."""
+        return sum(connection.num_in_flight for connection in self._connections)
+
+    @property
+    def wire_bytes_s(self) -> float | None:
+        """As measured; None before."""
+        return self._wire_rate.bytes_per_s
 
     @property
     def counters(self) -> SenderCounters:
@@ -124,13 +154,14 @@ class Peer:
         if (sequence := transfer.next_question()) is not None:
             self._questions.append((transfer, Note(Kind.ASK, transfer.transfer_id, self._epoch, sequence)))
         if transfer.num_queued:
-            self._turns.add(transfer)
+            self._link.offer(self, transfer, self._loop.time())
         self._work.set()
 
     def stopped(self, transfer: OutgoingTransfer, why: StopReason) -> None:
         """``transfer`` ended before it was done, and the receiver does not know."""
         self._farewells.append(Note(Kind.STOP, transfer.transfer_id, self._epoch, 0, why))
         self._work.set()
+        self._link.wake()
 
     async def close(self) -> None:
         """Live transfers are cancelled, and the receiver told if a connection stands or is about to."""
@@ -147,7 +178,7 @@ class Peer:
 
     def has_work(self) -> bool:
         """False also clears what ``wait_for_work`` waits for."""
-        if self._farewells or self._questions or self._turns:
+        if self._farewells or self._questions or self._link.waits(self):
             return True
         self._work.clear()
         return False
@@ -156,9 +187,14 @@ class Peer:
         await self._work.wait()
 
     async def pace(self) -> None:
-        """Returns when the next frame may start."""
-        while (delay_s := self._pacer.delay_s(self._loop.time())) > 0:
-            await asyncio.sleep(delay_s)
+        """Returns when the next frame may start; at once when there is none, or something that goes before frames."""
+        while self._link.waits(self) and not (self._farewells or self._questions):
+            if (delay_s := self._pacer.delay_s(self._loop.time())) > 0:
+                await asyncio.sleep(delay_s)
+            elif self._link.may_send(self, self._loop.time()):
+                return
+            else:
+                await self._link.changed(_LOOK_AGAIN_S)
 
     def take(self) -> Note | tuple[OutgoingTransfer, Note | DueFrame] | None:
         """What to send next: farewells, questions, then the next frame of the transfer whose turn it is."""
@@ -166,13 +202,13 @@ class Peer:
             return self._farewells.popleft()
         if self._questions:
             return self._questions.popleft()
-        while (transfer := self._turns.take()) is not None:
+        while (transfer := self._link.take(self, self._loop.time())) is not None:
             if transfer.codec not in self._codecs:
                 self._decline(transfer)
             due = transfer.next_due()
             if due is not None:
                 if transfer.num_queued:
-                    self._turns.add(transfer)
+                    self._link.offer(self, transfer, self._loop.time())
                 self.frames_resent += due.attempt > 1
                 return transfer, due
         return None
@@ -184,6 +220,8 @@ class Peer:
     def sending(self, frame: OutgoingFrame) -> None:
         """A connection starts to send ``frame``."""
         now_s = self._loop.time()
+        if self.num_in_flight <= 1:
+            self.progressed_at_s = now_s
         self._pacer.spent(frame.header.payload_bytes, now_s)
         self._goodput.started(now_s)
         self._wire_rate.started(now_s)
@@ -195,8 +233,14 @@ class Peer:
         if not just_now:
             return
         now_s, all_delivered = self._loop.time(), not any(c.num_in_flight for c in self._connections)
+        self.progressed_at_s = now_s
         self._goodput.delivered(num_bytes, now_s, all_delivered)
         self._wire_rate.delivered(wire_bytes, now_s, all_delivered)
+        wanted = self._settings.max_unsent_bytes or unsent_bytes(self._wire_rate.bytes_per_s)
+        if wanted != self._max_unsent_bytes:
+            self._max_unsent_bytes = wanted
+            for connection in self._connections:
+                connection.hold_unsent(wanted)
 
     def round_trip(self, seconds: float | None) -> float | None:
         """The smoothed round trip, after ``seconds`` were measured."""
@@ -233,6 +277,7 @@ class Peer:
                     why = await connection.use()
                 finally:
                     self._connections.discard(connection)
+                    self._link.wake()
             except HandshakeError as error:
                 log.error("kv sender: %s:%d: handshake refused: %s", self._host, self._port, error)
                 code: FailureCode = "UNAVAILABLE" if error.field == "receiver_epoch" else "INVALID_ARGUMENT"
@@ -259,7 +304,7 @@ class Peer:
         """Every live transfer to this receiver, also one that has nothing to send yet."""
         for transfer in self._transfers.values():
             transfer.fail(failure)
-        self._turns.clear()
+        self._link.forget(self)
         self._questions.clear()
         self._farewells.clear()
 
@@ -274,7 +319,7 @@ class Peer:
 
     async def _shake_hands(self) -> socket.socket:
         settings = self._settings
-        sock = await tcp_io.connect(self._host, self._port, settings.congestion_control, settings.max_unsent_bytes)
+        sock = await tcp_io.connect(self._host, self._port, settings.congestion_control, self._max_unsent_bytes)
         try:
             if settings.tls is not None:
                 sock = await tls_io.client_side(sock, settings.tls.client)

@@ -397,7 +397,7 @@ async def test_an_urgent_transfer_overtakes_a_huge_one_and_starves_nobody() -> N
 
 
 async def test_little_waits_in_the_kernel() -> None:
-    """A receiver that does not read: what the sender's socket takes is what an urgent frame would wait for; little unless told otherwise."""
+    """A receiver that does not read: what the sender's socket takes is what an urgent frame would wait for; little by default."""
     spec = KVSpec.gqa(2, 8, 64, "bfloat16")
     values = np.zeros((2, 64, 8, 64), spec.np_dtype)  # 128 KiB
     taken: list[int] = []

@@ -13,9 +13,18 @@ class KvSource(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     KV_SOURCE_UNSPECIFIED: _ClassVar[KvSource]
     KV_SOURCE_COMPUTE: _ClassVar[KvSource]
     KV_SOURCE_TRANSFER: _ClassVar[KvSource]
+
+class TransferPriority(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TRANSFER_PRIORITY_NORMAL: _ClassVar[TransferPriority]
+    TRANSFER_PRIORITY_URGENT: _ClassVar[TransferPriority]
+    TRANSFER_PRIORITY_BACKGROUND: _ClassVar[TransferPriority]
 KV_SOURCE_UNSPECIFIED: KvSource
 KV_SOURCE_COMPUTE: KvSource
 KV_SOURCE_TRANSFER: KvSource
+TRANSFER_PRIORITY_NORMAL: TransferPriority
+TRANSFER_PRIORITY_URGENT: TransferPriority
+TRANSFER_PRIORITY_BACKGROUND: TransferPriority
 
 class InfoRequest(_message.Message):
     __slots__ = ()
@@ -100,7 +109,7 @@ class LedgerRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class LedgerReply(_message.Message):
-    __slots__ = ("total_pages", "free_pages", "cached_pages", "pinned_pages", "num_requests", "num_incoming_transfers", "num_outgoing_transfers", "computed_prompt_tokens", "computed_log_tokens", "sampled_tokens", "kv_bytes_received", "kv_bytes_sent", "frames_refused", "late_frames_dropped", "compilations_after_ready", "steps", "preemptions", "engine_fallbacks", "kv_pushes", "kv_link_fallbacks", "kv_wire_bytes_received", "kv_wire_bytes_sent", "kv_codecs", "kv_coding_ratio", "kv_codecs_declined", "host_pages", "host_bytes", "host_capacity_bytes", "host_hit_tokens", "host_pages_lost", "loop_lag_bounds_s", "loop_lag_counts")
+    __slots__ = ("total_pages", "free_pages", "cached_pages", "pinned_pages", "num_requests", "num_incoming_transfers", "num_outgoing_transfers", "computed_prompt_tokens", "computed_log_tokens", "sampled_tokens", "kv_bytes_received", "kv_bytes_sent", "frames_refused", "late_frames_dropped", "compilations_after_ready", "steps", "preemptions", "engine_fallbacks", "kv_pushes", "kv_link_fallbacks", "kv_wire_bytes_received", "kv_wire_bytes_sent", "kv_codecs", "kv_coding_ratio", "kv_codecs_declined", "host_pages", "host_bytes", "host_capacity_bytes", "host_hit_tokens", "host_pages_lost", "loop_lag_bounds_s", "loop_lag_counts", "link_turns")
     class EngineFallbacksEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -123,6 +132,13 @@ class LedgerReply(_message.Message):
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     class KvCodecsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class LinkTurnsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -161,6 +177,7 @@ class LedgerReply(_message.Message):
     HOST_PAGES_LOST_FIELD_NUMBER: _ClassVar[int]
     LOOP_LAG_BOUNDS_S_FIELD_NUMBER: _ClassVar[int]
     LOOP_LAG_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    LINK_TURNS_FIELD_NUMBER: _ClassVar[int]
     total_pages: int
     free_pages: int
     cached_pages: int
@@ -193,7 +210,8 @@ class LedgerReply(_message.Message):
     host_pages_lost: int
     loop_lag_bounds_s: _containers.RepeatedScalarFieldContainer[float]
     loop_lag_counts: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., pinned_pages: _Optional[int] = ..., num_requests: _Optional[int] = ..., num_incoming_transfers: _Optional[int] = ..., num_outgoing_transfers: _Optional[int] = ..., computed_prompt_tokens: _Optional[int] = ..., computed_log_tokens: _Optional[int] = ..., sampled_tokens: _Optional[int] = ..., kv_bytes_received: _Optional[int] = ..., kv_bytes_sent: _Optional[int] = ..., frames_refused: _Optional[int] = ..., late_frames_dropped: _Optional[int] = ..., compilations_after_ready: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., engine_fallbacks: _Optional[_Mapping[str, int]] = ..., kv_pushes: _Optional[_Mapping[str, int]] = ..., kv_link_fallbacks: _Optional[_Mapping[str, int]] = ..., kv_wire_bytes_received: _Optional[int] = ..., kv_wire_bytes_sent: _Optional[int] = ..., kv_codecs: _Optional[_Mapping[str, int]] = ..., kv_coding_ratio: _Optional[float] = ..., kv_codecs_declined: _Optional[int] = ..., host_pages: _Optional[int] = ..., host_bytes: _Optional[int] = ..., host_capacity_bytes: _Optional[int] = ..., host_hit_tokens: _Optional[int] = ..., host_pages_lost: _Optional[int] = ..., loop_lag_bounds_s: _Optional[_Iterable[float]] = ..., loop_lag_counts: _Optional[_Iterable[int]] = ...) -> None: ...
+    link_turns: _containers.ScalarMap[str, int]
+    def __init__(self, total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., pinned_pages: _Optional[int] = ..., num_requests: _Optional[int] = ..., num_incoming_transfers: _Optional[int] = ..., num_outgoing_transfers: _Optional[int] = ..., computed_prompt_tokens: _Optional[int] = ..., computed_log_tokens: _Optional[int] = ..., sampled_tokens: _Optional[int] = ..., kv_bytes_received: _Optional[int] = ..., kv_bytes_sent: _Optional[int] = ..., frames_refused: _Optional[int] = ..., late_frames_dropped: _Optional[int] = ..., compilations_after_ready: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., engine_fallbacks: _Optional[_Mapping[str, int]] = ..., kv_pushes: _Optional[_Mapping[str, int]] = ..., kv_link_fallbacks: _Optional[_Mapping[str, int]] = ..., kv_wire_bytes_received: _Optional[int] = ..., kv_wire_bytes_sent: _Optional[int] = ..., kv_codecs: _Optional[_Mapping[str, int]] = ..., kv_coding_ratio: _Optional[float] = ..., kv_codecs_declined: _Optional[int] = ..., host_pages: _Optional[int] = ..., host_bytes: _Optional[int] = ..., host_capacity_bytes: _Optional[int] = ..., host_hit_tokens: _Optional[int] = ..., host_pages_lost: _Optional[int] = ..., loop_lag_bounds_s: _Optional[_Iterable[float]] = ..., loop_lag_counts: _Optional[_Iterable[int]] = ..., link_turns: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class WorkerCommand(_message.Message):
     __slots__ = ("open", "ingest", "seal", "set_priority")
@@ -234,7 +252,7 @@ class Open(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., kv_source: _Optional[_Union[KvSource, str]] = ..., push_to: _Optional[_Iterable[_Union[PushTarget, _Mapping]]] = ..., decode: _Optional[bool] = ..., log_ids: _Optional[_Iterable[int]] = ..., timeout_s: _Optional[float] = ..., max_propose_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class PushTarget(_message.Message):
-    __slots__ = ("target", "host", "port", "epoch", "transfer_id", "first_token", "link", "nixl_port")
+    __slots__ = ("target", "host", "port", "epoch", "transfer_id", "first_token", "link", "nixl_port", "priority", "deadline_s")
     TARGET_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     PORT_FIELD_NUMBER: _ClassVar[int]
@@ -243,6 +261,8 @@ class PushTarget(_message.Message):
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     LINK_FIELD_NUMBER: _ClassVar[int]
     NIXL_PORT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     target: str
     host: str
     port: int
@@ -251,7 +271,9 @@ class PushTarget(_message.Message):
     first_token: int
     link: str
     nixl_port: int
-    def __init__(self, target: _Optional[str] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., epoch: _Optional[int] = ..., transfer_id: _Optional[int] = ..., first_token: _Optional[int] = ..., link: _Optional[str] = ..., nixl_port: _Optional[int] = ...) -> None: ...
+    priority: TransferPriority
+    deadline_s: float
+    def __init__(self, target: _Optional[str] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., epoch: _Optional[int] = ..., transfer_id: _Optional[int] = ..., first_token: _Optional[int] = ..., link: _Optional[str] = ..., nixl_port: _Optional[int] = ..., priority: _Optional[_Union[TransferPriority, str]] = ..., deadline_s: _Optional[float] = ...) -> None: ...
 
 class Ingest(_message.Message):
     __slots__ = ("position", "token_ids", "decode")
@@ -272,8 +294,8 @@ class SetPriority(_message.Message):
     TARGET_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     target: str
-    priority: int
-    def __init__(self, target: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
+    priority: TransferPriority
+    def __init__(self, target: _Optional[str] = ..., priority: _Optional[_Union[TransferPriority, str]] = ...) -> None: ...
 
 class WorkerEvent(_message.Message):
     __slots__ = ("reserved", "prefilled", "kv_complete", "pushed", "tokens", "ingested", "sealed", "failed", "prompt_scores")
