@@ -19,7 +19,8 @@ from pddbridge.links.incoming import Complete, Failed, IncomingTransfers, Place
 from pddbridge.links.nixl import NixlAgent, NixlSender, NixlServer
 from pddbridge.links.shm import ShmSender, ShmServer
 from pddbridge.links.stats import LinkStats
-from pddbridge.links.tcp import Handshake, KVSender, KVServer, OutgoingTransfer, SenderCounters, ServerCounters
+from pddbridge.links.tcp import Handshake, KVSender, KVServer, OutgoingTransfer, SenderCounters, SenderSettings, ServerCounters
+from pddbridge.tls import LinkTls
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,8 @@ class LinkState:
 class KVLinks:
     """Lives on one event loop. ``place``, ``complete``, ``failed`` as :class:`pddbridge.links.incoming.IncomingTransfers` says.
     ``nixl``: a started agent, which its owner closes after this; None: no NIXL. ``codecs``: of pushes over TCP; None: all are raw.
-    ``peers``: names of the workers whose KV is taken, those of the topology; None: anyone's.
+    ``peers``: names of the workers whose KV is taken, those of the topology; None: anyone's. ``tls``: of the TCP link; shared memory
+    never leaves this host and this user. ``remote``: names of the workers of other sites, to which TCP alone may be taken.
     """
 
     def __init__(
@@ -64,12 +66,15 @@ class KVLinks:
         nixl: NixlAgent | None = None,
         codecs: CodecChoice | None = None,
         peers: Collection[str] | None = None,
+        tls: LinkTls | None = None,
+        remote: Collection[str] = (),
     ) -> None:
         self._codecs = codecs or CodecChoice({}, ())
-        self._tcp_server = KVServer(handshake, place, complete, failed, codecs=self._codecs.taken, peers=peers)
+        self._tcp_server = KVServer(handshake, place, complete, failed, codecs=self._codecs.taken, peers=peers, tls=tls)
         self._shm_server = ShmServer(handshake, self._tcp_server.incoming, peers=peers)
         self._nixl_server = NixlServer(handshake, self._tcp_server.incoming, nixl, peers=peers) if nixl else None
-        self._tcp = KVSender(handshake)
+        self._tcp = KVSender(handshake, SenderSettings(tls=tls))
+        self._remote = remote
         self._shm = ShmSender(handshake)
         self._nixl = NixlSender(handshake, nixl) if nixl else None
         self._nixl_port = 0
@@ -166,6 +171,8 @@ class KVLinks:
         """A transfer over ``link``, one of ``LINK_CHOICES``. Raises ValueError as the links' own ``open`` and for another ``link``."""
         if link not in LINK_CHOICES:
             raise ValueError(f"link: given {link!r}, allowed {list(LINK_CHOICES)}")
+        if link != "tcp" and receiver.name in self._remote:
+            raise ValueError(f"link: given {link!r} to {receiver.name}, which is at another site, allowed ['tcp']")
         codec = CodecId.RAW
         chosen = "tcp"
         for name in _PREFERENCES[link]:

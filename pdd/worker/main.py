@@ -27,6 +27,7 @@ from pdd.config import LaunchConfig, WorkerConfig
 from pdd.config import load as load_config
 from pdd.errors import Code
 from pdd.launch.child import report, when_parent_ends
+from pdd.tls_setup import worker_guards, worker_link_tls, worker_rpc_tls
 from pdd.topology import Topology
 from pdd.worker.executor import ExecutorLimits
 from pdd.worker.kv_codecs import CodecChoice, codec_rules, codecs_taken, measure_codecs
@@ -87,10 +88,11 @@ async def _run(config: LaunchConfig, worker: WorkerConfig, topology: Topology, c
     when_parent_ends(loop, stop)
     service = WorkerService(worker.name, epoch=secrets.randbelow(2**64 - 1) + 1)
     health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the published stubs do not know it
-    server = make_server()
+    tls = worker_rpc_tls(config, worker)
+    server = make_server(interceptors=worker_guards(config, worker))
     worker_pb2_grpc.add_WorkerServicer_to_server(service, server)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    bind(server, place.control.host, place.control.port)  # first of all: a port in use is known before anything is loaded
+    bind(server, place.control.host, place.control.port, tls)  # first of all: a port in use is known before anything is loaded
     make_engine = _engine_factory(config, worker, models.resolve(worker.model or config.model, cache_dir), cache_dir)
     for name in ("", SERVICE_NAME):
         await health_servicer.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -120,8 +122,10 @@ async def _run(config: LaunchConfig, worker: WorkerConfig, topology: Topology, c
         speeds = await asyncio.to_thread(measure_codecs, facts.kv_spec) if rules else ()
         codecs = CodecChoice(rules, speeds, codecs_taken(config, worker.site))
         handshake = Handshake(PROTOCOL_VERSION, semantic, facts.kv_spec, service.epoch, worker.name)
-        known = {place.name for place in topology.workers}
-        traffic = KVTraffic(handshake, step_loop, await nixl, codecs, known)
+        known = {place.name: place.role for place in topology.workers}
+        remote = {place.name for place in topology.workers if place.site != worker.site}
+        link_tls = worker_link_tls(config, worker, known)
+        traffic = KVTraffic(handshake, step_loop, await nixl, codecs, known, link_tls, remote)
         try:
             await traffic.start(place.kv.host, place.kv.port)
         except OSError as error:
@@ -155,6 +159,9 @@ def _receivers(topology: Topology, worker: WorkerConfig) -> dict[str, tuple[str,
 async def _start_nixl(config: LaunchConfig, epoch: int) -> NixlAgent | None:
     """The agent, where the config allows NIXL and it is installed and works."""
     if config.local_link not in ("auto", "nixl"):
+        return None
+    if not config.security.allows_nixl():
+        logger.info("no nixl: what it carries is not encrypted, and worker_tls is %r", config.security.worker_tls)
         return None
     if not installed():
         logger.info("nixl is not installed")

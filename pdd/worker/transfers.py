@@ -23,6 +23,7 @@ from pddbridge.kv_spec import TokenRange
 from pddbridge.links.nixl import NixlAgent
 from pddbridge.links.slot_loans import Lend
 from pddbridge.links.tcp import Handshake, OutgoingTransfer, TransferFailed, TransferReport
+from pddbridge.tls import LinkTls
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ PushOutcome = Pushed | PushFailed
 
 class KVTraffic:
     """The worker's receiving and sending ends. ``step_loop`` is the one whose engine's KV ``handshake`` describes. ``nixl``,
-    ``codecs`` and ``peers`` as :class:`KVLinks` says.
+    ``codecs``, ``peers``, ``tls`` and ``remote`` as :class:`KVLinks` says.
     """
 
     def __init__(
@@ -78,9 +79,11 @@ class KVTraffic:
         nixl: NixlAgent | None = None,
         codecs: CodecChoice | None = None,
         peers: Collection[str] | None = None,
+        tls: LinkTls | None = None,
+        remote: Collection[str] = (),
     ) -> None:
         self._step_loop = step_loop
-        self._links = KVLinks(handshake, self._place, self._complete, self._failed, nixl, codecs, peers)
+        self._links = KVLinks(handshake, self._place, self._complete, self._failed, nixl, codecs, peers, tls, remote)
         self._owners: dict[int, str] = {}  # transfer id -> request id
         self._last_id = 0
 
