@@ -191,3 +191,27 @@ def test_the_window_bounds_what_is_under_way() -> None:
     driven.executor.handle(m.PushAcknowledged("p", "main", 24 * per_token))
     driven.run()
     assert sum(len(read.tokens) for read in driven.of("p", m.KVRead)) == 48
+
+
+def test_a_read_is_made_where_a_link_lends_memory_and_anywhere_where_it_does_not() -> None:
+    engine = FakeEngine()
+    lent: list[np.ndarray] = []
+    asked: list[bool] = []
+
+    def lend(num_bytes: int, shared: bool) -> np.ndarray | None:
+        asked.append(shared)
+        if len(asked) > 2:
+            return None
+        lent.append(np.full(num_bytes, 9, np.uint8))
+        return lent[-1]
+
+    driven = ExecutorDriver(engine, use_prefix_cache=False)
+    driven.open("p", PROMPT, decode=False, push_to=[m.PushTo("main", 16), m.PushTo("relay", 0, lend)])
+    driven.run()
+    reads = driven.of("p", m.KVRead)
+    assert [read.targets for read in reads] == [("relay",), *[("main", "relay")] * 3]
+    assert asked == [False, True, True, True]  # a slot of a read that both get is held by the slower one
+    for number, read in enumerate(reads):
+        inside = [np.shares_memory(block.values, lent[min(number, 1)]) for block in read.blocks]
+        assert inside == [number < 2] * len(read.blocks)
+    assert_pushed(driven, "p", PROMPT)
