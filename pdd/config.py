@@ -12,6 +12,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from pdd.faults import Fault, RandomFaults
+from pdd.policy.link_schedule import Schedule
 from pdd.policy_config import PolicyConfig
 from pdd.roles import Role
 from pdd.security_config import SecurityConfig
@@ -37,13 +38,18 @@ class EmulatedLink(StrictModel):
 
 class LinkConfig(StrictModel):
     """A link between two sites. Without ``emulate`` the sites are reached directly. ``codec`` of KV on it: "auto" is whichever moves most,
-    by what was measured of link and codecs; lossy ones (int8, fp8) change results a little and need ``allow_lossy``.
+    by what was measured of link and codecs; lossy ones (int8, fp8) change results a little and need ``allow_lossy``. ``schedule``: who
+    sends next of the transfers that share it, within their class; every ``aged_turn``-th frame is for whoever waited longest. A background
+    transfer, which goes when nothing else wants the link, counts as waiting once it had no frame for ``background_after_s``.
     """
 
     between: tuple[Name, Name]
     emulate: EmulatedLink | None = None
     codec: Literal["auto", "raw", "zstd", "int8", "fp8"] = "auto"
     allow_lossy: bool = False
+    schedule: Schedule = "shortest"
+    aged_turn: Annotated[int, Field(ge=2)] = 8
+    background_after_s: Annotated[float, Field(gt=0, lt=30)] = 10.0
 
     @model_validator(mode="after")
     def _lossy_is_meant(self) -> LinkConfig:

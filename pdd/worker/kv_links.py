@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from pdd.worker.kv_codecs import CodecChoice
+from pdd.worker.link_rules import SharedLinks
 from pddbridge.codecs import CodecId
 from pddbridge.kv_spec import TokenRange
+from pddbridge.link_schedule import Priority
 from pddbridge.links.incoming import Complete, Failed, IncomingTransfers, Place
 from pddbridge.links.nixl import NixlAgent, NixlSender, NixlServer
 from pddbridge.links.shm import ShmSender, ShmServer
@@ -55,6 +57,7 @@ class KVLinks:
     ``nixl``: a started agent, which its owner closes after this; None: no NIXL. ``codecs``: of pushes over TCP; None: all are raw.
     ``peers``: names of the workers whose KV is taken, those of the topology; None: anyone's. ``tls``: of the TCP link; shared memory
     never leaves this host and this user. ``remote``: names of the workers of other sites, to which TCP alone may be taken.
+    ``shared``: links behind which there are several of them; None: no two receivers share one.
     """
 
     def __init__(
@@ -68,12 +71,14 @@ class KVLinks:
         peers: Collection[str] | None = None,
         tls: LinkTls | None = None,
         remote: Collection[str] = (),
+        shared: SharedLinks | None = None,
     ) -> None:
         self._codecs = codecs or CodecChoice({}, ())
         self._tcp_server = KVServer(handshake, place, complete, failed, codecs=self._codecs.taken, peers=peers, tls=tls)
         self._shm_server = ShmServer(handshake, self._tcp_server.incoming, peers=peers)
         self._nixl_server = NixlServer(handshake, self._tcp_server.incoming, nixl, peers=peers) if nixl else None
-        self._tcp = KVSender(handshake, SenderSettings(tls=tls))
+        self._shared = shared or SharedLinks()
+        self._tcp = KVSender(handshake, SenderSettings(tls=tls), self._shared.rules)
         self._remote = remote
         self._shm = ShmSender(handshake)
         self._nixl = NixlSender(handshake, nixl) if nixl else None
@@ -132,6 +137,11 @@ class KVLinks:
         return self._codecs.num_chosen
 
     @property
+    def link_turns(self) -> dict[str, int]:
+        """Frames on links to other sites by why their transfer had its turn, ever."""
+        return self._tcp.turns
+
+    @property
     def fallbacks(self) -> dict[str, int]:
         """By reason, ever; reads that a link copies into its slots because they could not be made there among them."""
         copied = {f"shm: a read's blocks are copied: {reason}": count for reason, count in self._shm.loans_refused.items()}
@@ -166,7 +176,14 @@ class KVLinks:
         return found
 
     def open(
-        self, link: str, receiver: Receiver, transfer_id: int, tokens: TokenRange, on_acked: Callable[[int], None]
+        self,
+        link: str,
+        receiver: Receiver,
+        transfer_id: int,
+        tokens: TokenRange,
+        on_acked: Callable[[int], None],
+        priority: Priority = Priority.NORMAL,
+        deadline_s: float | None = None,
     ) -> tuple[OutgoingTransfer, CodecId]:
         """A transfer over ``link``, one of ``LINK_CHOICES``. Raises ValueError as the links' own ``open`` and for another ``link``."""
         if link not in LINK_CHOICES:
@@ -185,12 +202,21 @@ class KVLinks:
         self._receivers[(receiver.host, receiver.port) if chosen == "tcp" else receiver.epoch] = receiver.name
         what = (receiver.epoch, transfer_id, tokens)
         if chosen == "shm":
-            transfer = self._shm.open(receiver.host, receiver.port, *what, on_acked=on_acked)
+            transfer = self._shm.open(receiver.host, receiver.port, *what, on_acked=on_acked, priority=priority)
         elif chosen == "nixl" and self._nixl is not None:
-            transfer = self._nixl.open(receiver.host, receiver.nixl_port, *what, on_acked=on_acked)
+            transfer = self._nixl.open(receiver.host, receiver.nixl_port, *what, on_acked=on_acked, priority=priority)
         else:
             codec = self._codec_for(receiver)
-            transfer = self._tcp.open(receiver.host, receiver.port, *what, on_acked=on_acked, codec=codec)
+            transfer = self._tcp.open(
+                receiver.host,
+                receiver.port,
+                *what,
+                on_acked=on_acked,
+                priority=priority,
+                codec=codec,
+                link=self._shared.behind.get(receiver.name),
+                deadline_s=deadline_s,
+            )
         self._num_opened[chosen] += 1
         logger.info("transfer %d to %s:%d: asked for %s, takes %s", transfer_id, receiver.host, receiver.port, link, chosen)
         return transfer, codec

@@ -31,6 +31,7 @@ from pdd.tls_setup import worker_guards, worker_link_tls, worker_rpc_tls
 from pdd.topology import Topology
 from pdd.worker.executor import ExecutorLimits
 from pdd.worker.kv_codecs import CodecChoice, codec_rules, codecs_taken, measure_codecs
+from pdd.worker.link_rules import shared_links
 from pdd.worker.service import Runtime, WorkerService
 from pdd.worker.step_loop import THREAD_NAME, EngineFacts, StepLoop
 from pdd.worker.transfers import KVTraffic
@@ -125,7 +126,7 @@ async def _run(config: LaunchConfig, worker: WorkerConfig, topology: Topology, c
         known = {place.name: place.role for place in topology.workers}
         remote = {place.name for place in topology.workers if place.site != worker.site}
         link_tls = worker_link_tls(config, worker, known)
-        traffic = KVTraffic(handshake, step_loop, await nixl, codecs, known, link_tls, remote)
+        traffic = KVTraffic(handshake, step_loop, await nixl, codecs, known, link_tls, remote, shared_links(config, topology, worker.site))
         try:
             await traffic.start(place.kv.host, place.kv.port)
         except OSError as error:

@@ -12,7 +12,7 @@ from pdd.worker.messages import OpenRequest, PushTo
 from pdd.worker.transfers import PushSpec
 from pddbridge.engine import MAX_SCORE_LOGPROBS
 from pddbridge.kv_spec import TokenRange
-from pddbridge.rpc.convert import check_token_ids, params_from_proto
+from pddbridge.rpc.convert import check_token_ids, params_from_proto, priority_from_proto
 from pddbridge.rpc.gen import worker_pb2
 
 
@@ -94,5 +94,10 @@ def _parse_targets(message: worker_pb2.Open, receivers: Receivers) -> tuple[tupl
             raise ValueError(f"push_to[{index}]: given {to.target!r} at {to.host}:{to.port}, the topology has {known}")
         if (link := to.link or "tcp") not in LINK_CHOICES:
             raise ValueError(f"push_to[{index}].link: given {to.link!r}, allowed {list(LINK_CHOICES)}")
-        pushes.append(PushSpec(to.target, to.host, to.port, to.epoch, to.transfer_id, TokenRange(to.first_token, stop), link, to.nixl_port))
+        deadline_s = to.deadline_s if to.HasField("deadline_s") else None
+        if deadline_s is not None and not math.isfinite(deadline_s):
+            raise ValueError(f"push_to[{index}].deadline_s: given {deadline_s}, must be finite")
+        where = (to.target, to.host, to.port, to.epoch, to.transfer_id)
+        priority = priority_from_proto(to.priority, f"push_to[{index}].priority")
+        pushes.append(PushSpec(*where, TokenRange(to.first_token, stop), link, to.nixl_port, priority, deadline_s))
     return tuple(pushes), tuple(complete)

@@ -152,6 +152,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             kv_codecs=links.codecs_chosen,
             kv_coding_ratio=outgoing.bytes_sent / outgoing.wire_bytes_sent if outgoing.wire_bytes_sent else 1.0,
             kv_codecs_declined=outgoing.codecs_declined,
+            link_turns=links.link_turns,
             loop_lag_bounds_s=BOUNDS_S,
             loop_lag_counts=self._lag.counts,
         )

@@ -16,10 +16,12 @@ from pdd.errors import Code
 from pdd.worker import messages as m
 from pdd.worker.kv_codecs import CodecChoice
 from pdd.worker.kv_links import KVLinks, Receiver
+from pdd.worker.link_rules import SharedLinks
 from pdd.worker.step_loop import StepLoop
 from pddbridge.codecs import CodecId
 from pddbridge.engine import KVBlock
 from pddbridge.kv_spec import TokenRange
+from pddbridge.link_schedule import Priority
 from pddbridge.links.nixl import NixlAgent
 from pddbridge.links.slot_loans import Lend
 from pddbridge.links.tcp import Handshake, OutgoingTransfer, TransferFailed, TransferReport
@@ -32,6 +34,7 @@ logger = logging.getLogger(__name__)
 class PushSpec:
     """A receiver and what it lacks, as the coordinator told: positions ``tokens`` to ``transfer_id`` of the process with ``epoch``.
     ``link``: of :data:`pdd.worker.kv_links.LINK_CHOICES`. ``nixl_port``: 0 if the receiver has none.
+    ``priority``, ``deadline_s`` from now: for whoever shares the link.
     """
 
     target: str
@@ -42,6 +45,8 @@ class PushSpec:
     tokens: TokenRange
     link: str = "tcp"
     nixl_port: int = 0
+    priority: Priority = Priority.NORMAL
+    deadline_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,7 @@ PushOutcome = Pushed | PushFailed
 
 class KVTraffic:
     """The worker's receiving and sending ends. ``step_loop`` is the one whose engine's KV ``handshake`` describes. ``nixl``,
-    ``codecs``, ``peers``, ``tls`` and ``remote`` as :class:`KVLinks` says.
+    ``codecs``, ``peers``, ``tls``, ``remote`` and ``shared`` as :class:`KVLinks` says.
     """
 
     def __init__(
@@ -81,9 +86,10 @@ class KVTraffic:
         peers: Collection[str] | None = None,
         tls: LinkTls | None = None,
         remote: Collection[str] = (),
+        shared: SharedLinks | None = None,
     ) -> None:
         self._step_loop = step_loop
-        self._links = KVLinks(handshake, self._place, self._complete, self._failed, nixl, codecs, peers, tls, remote)
+        self._links = KVLinks(handshake, self._place, self._complete, self._failed, nixl, codecs, peers, tls, remote, shared)
         self._owners: dict[int, str] = {}  # transfer id -> request id
         self._last_id = 0
 
@@ -118,7 +124,7 @@ class KVTraffic:
             self._step_loop.post(m.PushAcknowledged(request_id, spec.target, num_bytes))
 
         target = Receiver(spec.target, spec.host, spec.port, spec.nixl_port, spec.epoch)
-        transfer, codec = self._links.open(spec.link, target, spec.transfer_id, spec.tokens, acked)
+        transfer, codec = self._links.open(spec.link, target, spec.transfer_id, spec.tokens, acked, spec.priority, spec.deadline_s)
         return Push(request_id, spec.target, transfer, codec, self._step_loop, ended)
 
     async def _place(self, transfer_id: int, block: KVBlock) -> None:
@@ -158,14 +164,18 @@ class Push:
         for block in blocks:
             self._transfer.push(block)
 
-    def cancel(self) -> None:
-        """Send nothing more. Idempotent."""
-        self._waiting.cancel()
     @property
     def lend(self) -> Lend | None:
         """Memory of the link, in which the step thread may make the blocks."""
         return self._transfer.lend
 
+    def set_priority(self, priority: Priority) -> None:
+        """For what it has yet to send."""
+        self._transfer.priority = priority
+
+    def cancel(self) -> None:
+        """Send nothing more. Idempotent."""
+        self._waiting.cancel()
         self._transfer.cancel()
 
     async def _wait(self) -> None:

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from pddbridge.link_schedule import Priority
 from pddbridge.rpc.gen import common_pb2 as pb
+from pddbridge.rpc.gen import worker_pb2
 from pddbridge.sampling_params import FinishReason, SamplingParams, TokenRecord
 
 _FINISH_TO_PROTO: dict[FinishReason, pb.FinishReason] = {
@@ -14,6 +16,23 @@ _FINISH_TO_PROTO: dict[FinishReason, pb.FinishReason] = {
     "length": pb.FinishReason.FINISH_REASON_LENGTH,
 }
 _FINISH_FROM_PROTO = {number: reason for reason, number in _FINISH_TO_PROTO.items()}
+_PRIORITY_TO_PROTO: dict[Priority, worker_pb2.TransferPriority] = {
+    Priority.NORMAL: worker_pb2.TRANSFER_PRIORITY_NORMAL,
+    Priority.URGENT: worker_pb2.TRANSFER_PRIORITY_URGENT,
+    Priority.BACKGROUND: worker_pb2.TRANSFER_PRIORITY_BACKGROUND,
+}
+_PRIORITY_FROM_PROTO = {number: priority for priority, number in _PRIORITY_TO_PROTO.items()}
+
+
+def priority_to_proto(priority: Priority) -> worker_pb2.TransferPriority:
+    return _PRIORITY_TO_PROTO[priority]
+
+
+def priority_from_proto(number: worker_pb2.TransferPriority, field: str) -> Priority:
+    """Raises ValueError naming ``field`` for a class that is not known here."""
+    if number not in _PRIORITY_FROM_PROTO:
+        raise ValueError(f"{field}: given {number}, allowed {sorted(_PRIORITY_FROM_PROTO)}")
+    return _PRIORITY_FROM_PROTO[number]
 
 
 def check_token_ids(ids: Sequence[int] | np.ndarray, vocab_size: int, field: str) -> None:
