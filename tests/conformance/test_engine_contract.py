@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from pddbridge.engine import Engine, KVBlock, Step, start_read_kv
+from pddbridge.kv_block import arrays_in, room_for
 from pddbridge.kv_spec import KV_DTYPES, HeadRange, LayerRange, TokenRange
 from pddbridge.sampling import sample
 from pddbridge.sampling_params import SamplingParams
@@ -371,6 +372,25 @@ def test_kv_that_is_on_its_way_to_the_host_is_what_was_there_whatever_is_written
             assert np.array_equal(bits(block.values), bits(before.values))
     with pytest.raises(ValueError, match="page_table"):
         start_read_kv(engine, table_of(pages[:1]), tokens)
+
+
+def test_kv_is_read_into_a_link_s_memory_in_one_pass(engine: Engine) -> None:
+    pages = pages_for(engine, 40)
+    prefill(engine, random_ids(8, 40), pages)
+    table = table_of(pages)
+    for tokens in (TokenRange(3, 38), TokenRange(16, 17), TokenRange(0, 40)):
+        memory = np.full(room_for(engine.kv_spec, len(tokens)) + 64, 0xA5, np.uint8)
+        out = arrays_in(memory, engine.kv_spec, len(tokens))
+        want = engine.read_kv(table, tokens)
+        for block, place, before in zip(start_read_kv(engine, table, tokens, out).blocks(), out, want, strict=True):
+            assert (block.plane, block.layers, block.tokens, block.heads) == (before.plane, before.layers, before.tokens, before.heads)
+            assert np.array_equal(bits(place), bits(before.values))
+            assert block.values.ctypes.data == place.ctypes.data
+            assert block.values.flags.c_contiguous
+        assert (memory[-64:] == 0xA5).all()
+    for wrong in (out[:1], (out[0], out[1][:, 1:])):
+        with pytest.raises(ValueError, match="out"):
+            engine.read_kv(table, TokenRange(0, 40), wrong)
 
 
 def test_copy_page_copies_every_slot_and_only_that_page(engine: Engine) -> None:
