@@ -151,8 +151,8 @@ class LaunchConfig(StrictModel):
         for role in ("prefill", "main"):
             if not any(worker.role == role for worker in self.workers):
                 raise ValueError(f"workers: none has role {role!r}")
-        if self.policy.pipeline == "relay" and not any(worker.role == "relay" for worker in self.workers):
-            raise ValueError("policy.pipeline: 'relay' given, but no worker has role 'relay'")
+        if self.policy.pipeline in ("relay", "local") and not any(worker.role == "relay" for worker in self.workers):
+            raise ValueError(f"policy.pipeline: {self.policy.pipeline!r} given, but no worker has role 'relay'")
         for where, site in [(f"workers.{w.name}.site", w.site) for w in self.workers] + [("serving.site", self.serving.site)]:
             if site not in self.sites:
                 raise ValueError(f"{where}: given {site!r}, allowed {list(self.sites)}")

@@ -1,16 +1,32 @@
-"""Which pipeline a request takes: main alone waits for its KV (direct), or a relay decodes meanwhile (relay). Pure."""
+"""Which pipeline a request takes: main alone waits for its KV (direct), a relay decodes meanwhile (relay), or a relay decodes to the end
+and main is left out (local). Pure.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
+from pdd.policy.lengths import LengthPrediction
 from pdd.policy.link import LinkSnapshot, delaying_bytes
+from pdd.policy.local import LocalLimits, LocalQuestion, LocalRefusal, refuse_local
+from pdd.policy_config import PolicyConfig
 
-Pipeline = Literal["direct", "relay"]
+Pipeline = Literal["direct", "relay", "local"]
 # Bounded set: it labels a metric. The text of a decision carries the figures.
 PipelineReason = Literal[
-    "within_budget", "over_budget", "link_unmeasured", "forced", "main_lost", "no_relay", "relay_full", "relay_lost", "shared"
+    "within_budget",
+    "within_target",
+    "relay_busy",
+    "over_budget",
+    "singular",
+    "link_unmeasured",
+    "forced",
+    "main_lost",
+    "no_relay",
+    "relay_full",
+    "relay_lost",
+    "shared",
 ]
 RelayState = Literal["available", "none", "full", "lost"]
 
@@ -21,7 +37,11 @@ class PipelineSnapshot:
 
     ``main_miss_tokens``: prompt tokens whose KV main lacks · ``goodput_bytes_s``: estimate of the link from prefill to main, None when
     nothing is known of it · ``rtt_s``: round trip to main · ``relay``: "none" configured, "full", "lost" (unreachable) or "available" ·
-    ``main_available``: False when main could not be reached · ``link``: from prefill to main as prefill last told; None: nothing was sent.
+    ``relay_running``: requests on it, this one not counted · ``main_available``: False when main could not be reached · ``link``: from
+    prefill to main as prefill last told; None: nothing was sent · ``prefill_tokens``: that prefill is predicted to compute ·
+    ``prefill_s_per_token``, ``relay_s_per_token``: learned, None until they are · ``prefill_step_tokens``: of which a step has so many at
+    most, and what the last one computes cannot leave sooner · ``output``: predicted, None when nothing is asked of it · ``local_open``:
+    see :class:`pdd.policy.local.LocalQuota` · ``shared``: others with the same prompt run.
     """
 
     main_miss_tokens: int
@@ -33,41 +53,96 @@ class PipelineSnapshot:
     relay_capacity: int
     main_available: bool = True
     link: LinkSnapshot | None = None
+    prefill_tokens: int = 0
+    prefill_s_per_token: float | None = None
+    prefill_step_tokens: int = 0
+    relay_s_per_token: float | None = None
+    output: LengthPrediction | None = None
+    local_open: bool = False
+    shared: bool = False
 
 
 @dataclass(frozen=True)
 class PipelineDecision:
-    """``predicted_kv_s``: until main has its KV, counted from when prefill starts to send; None when the link is unmeasured."""
+    """Predictions count from when prefill starts. ``predicted_kv_s``: until main has its KV; None when the link is unmeasured ·
+    ``predicted_wait_s``: the part of that which is beyond prefill, that a relay would hide · ``budget_s``: what that may be ·
+    ``predicted_relay_end_s``: until a relay's last token · ``predicted_output_tokens``: of the answer, at most.
+    """
 
     pipeline: Pipeline
     reason: PipelineReason
     text: str
     predicted_kv_s: float | None
+    predicted_wait_s: float | None = None
+    budget_s: float | None = None
+    predicted_relay_end_s: float | None = None
+    predicted_output_tokens: int | None = None
 
 
-def predict_kv_s(snapshot: PipelineSnapshot) -> float | None:
-    """Seconds until main's missing KV has arrived: a round trip (connect, acknowledge) plus bytes over goodput, those of other transfers
-    that go before it included; 0 if nothing is missing. The link's own measure of its goodput counts where there is no other.
+def predict_prefill_s(snapshot: PipelineSnapshot) -> float:
+    """Seconds until the prompt's KV is computed; 0 while nothing is known of prefill's pace."""
+    return snapshot.prefill_tokens * (snapshot.prefill_s_per_token or 0.0)
+
+
+def predict_wait_s(snapshot: PipelineSnapshot) -> float | None:
+    """Seconds from the end of prefill until main's missing KV has arrived; 0 if nothing is missing, None if nothing is known of the link.
+
+    A round trip (connect, acknowledge), then the bytes of other transfers that go before, then its own. These leave while prefill
+    computes, so prefill's time is taken off, but for what its last step computes. More to send never means less to wait.
     """
     if snapshot.main_miss_tokens == 0:
         return 0.0
     link = snapshot.link or LinkSnapshot()
-    goodput_bytes_s = snapshot.goodput_bytes_s or link.goodput_bytes_s
+    goodput_bytes_s = _goodput_bytes_s(snapshot.goodput_bytes_s, link)
     if not goodput_bytes_s:
         return None
     num_bytes = snapshot.main_miss_tokens * snapshot.kv_bytes_per_token
-    return snapshot.rtt_s + (num_bytes + delaying_bytes(link, num_bytes)) / goodput_bytes_s
+    last_bytes = min(snapshot.prefill_step_tokens, snapshot.main_miss_tokens) * snapshot.kv_bytes_per_token
+    own_s = max(last_bytes / goodput_bytes_s, num_bytes / goodput_bytes_s - predict_prefill_s(snapshot))
+    return snapshot.rtt_s + delaying_bytes(link, num_bytes) / goodput_bytes_s + own_s
 
 
-def choose_pipeline(snapshot: PipelineSnapshot, forced: Pipeline | None, direct_budget_s: float) -> PipelineDecision:
+def predict_kv_s(snapshot: PipelineSnapshot) -> float | None:
+    """Seconds from the start of prefill until main's missing KV has arrived."""
+    wait_s = predict_wait_s(snapshot)
+    if wait_s is None or snapshot.main_miss_tokens == 0:
+        return wait_s
+    return predict_prefill_s(snapshot) + wait_s
+
+
+def budget_s(snapshot: PipelineSnapshot, policy: PolicyConfig) -> tuple[float, float]:
+    """What main's KV may take beyond prefill, on an idle relay and on this one: the relay's rows are dearer the fewer are left."""
+    idle_s = policy.direct_budget_s
+    if policy.ttft_target_s is not None:
+        idle_s = max(idle_s, policy.ttft_target_s - predict_prefill_s(snapshot))
+    load = relay_load(snapshot)
+    return idle_s, idle_s * (1.0 + policy.relay_load_weight * load / (1.0 - load)) if load < 1.0 else float("inf")
+
+
+def relay_load(snapshot: PipelineSnapshot) -> float:
+    """Share of the relay's rows that others use."""
+    return min(1.0, snapshot.relay_running / snapshot.relay_capacity) if snapshot.relay_capacity else 0.0
+
+
+def choose_pipeline(snapshot: PipelineSnapshot, forced: Pipeline | None, policy: PolicyConfig) -> PipelineDecision:
     """``forced``: what the launch config or the client demands. A relay that is absent or full yields direct even then: nobody queues on a
     relay. Raises ValueError when neither decode worker is there.
     """
-    predicted_s = predict_kv_s(snapshot)
-    miss = _miss_text(snapshot, predicted_s)
+    wait_s = predict_wait_s(snapshot)
+    idle_budget_s, allowed_s = budget_s(snapshot, policy)
+    miss = _miss_text(snapshot, predict_kv_s(snapshot))
 
     def decide(pipeline: Pipeline, reason: PipelineReason, why: str) -> PipelineDecision:
-        return PipelineDecision(pipeline, reason, f"{why}; {miss}", predicted_s)
+        return PipelineDecision(
+            pipeline,
+            reason,
+            f"{why}; {miss}",
+            predicted_kv_s=predict_kv_s(snapshot),
+            predicted_wait_s=wait_s,
+            budget_s=allowed_s,
+            predicted_relay_end_s=_relay_end_s(snapshot),
+            predicted_output_tokens=None if snapshot.output is None else snapshot.output.high_tokens,
+        )
 
     if not snapshot.main_available:
         if snapshot.relay != "available":
@@ -81,11 +156,47 @@ def choose_pipeline(snapshot: PipelineSnapshot, forced: Pipeline | None, direct_
         return decide("direct", "no_relay", "there is no relay")
     if forced is not None:
         return decide(forced, "forced", f"{forced} was asked for")
-    if predicted_s is None:
+    if wait_s is None:
         return decide("relay", "link_unmeasured", "nothing is known of the link yet")
-    if predicted_s <= direct_budget_s:
-        return decide("direct", "within_budget", f"predicted wait is within {direct_budget_s:g} s")
-    return decide("relay", "over_budget", f"predicted wait is over {direct_budget_s:g} s")
+    if wait_s <= idle_budget_s:
+        target = idle_budget_s > policy.direct_budget_s
+        why = f"predicted wait of {wait_s:.3f} s is within {idle_budget_s:.3f} s"
+        return decide("direct", "within_target" if target and wait_s > policy.direct_budget_s else "within_budget", why)
+    if wait_s <= allowed_s:
+        return decide("direct", "relay_busy", f"predicted wait of {wait_s:.3f} s is worth no row of a relay at {relay_load(snapshot):.0%}")
+    refused = _refuse_local(snapshot, wait_s, policy)
+    if refused is None:
+        return decide("local", "singular", "the relay will have ended before main could begin")
+    return decide("relay", "over_budget", f"predicted wait of {wait_s:.3f} s is over {allowed_s:.3f} s (not local: {refused})")
+
+
+def _refuse_local(snapshot: PipelineSnapshot, wait_s: float, policy: PolicyConfig) -> LocalRefusal | None:
+    if snapshot.output is None:
+        return "off"
+    question = LocalQuestion(
+        allowed=snapshot.local_open,
+        shared=snapshot.shared,
+        miss_tokens=snapshot.main_miss_tokens,
+        output_tokens=snapshot.output.high_tokens,
+        relay_s_per_token=snapshot.relay_s_per_token,
+        relay_load=relay_load(snapshot),
+        wait_s=wait_s,
+    )
+    local = policy.local
+    return refuse_local(question, LocalLimits(local.min_miss_tokens, local.max_output_tokens, local.margin, local.max_relay_load))
+
+
+def _goodput_bytes_s(estimate: float | None, link: LinkSnapshot) -> float | None:
+    """While a link is busy, what it delivers now; otherwise what its transfers took, which a short one alone understates."""
+    if link.num_transfers > 0 and link.goodput_bytes_s:
+        return link.goodput_bytes_s
+    return estimate or link.goodput_bytes_s
+
+
+def _relay_end_s(snapshot: PipelineSnapshot) -> float | None:
+    if snapshot.output is None or snapshot.relay_s_per_token is None:
+        return None
+    return predict_prefill_s(snapshot) + snapshot.output.high_tokens * snapshot.relay_s_per_token
 
 
 def _miss_text(snapshot: PipelineSnapshot, predicted_s: float | None) -> str:

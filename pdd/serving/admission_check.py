@@ -259,8 +259,8 @@ def _check_override(override: Override, allowed: bool) -> None:
         return
     if not 0 <= at <= MAX_HANDOFF_AT:
         raise refuse("handoff_at", at, f"0 to {MAX_HANDOFF_AT}")
-    if override.pipeline == "direct":
-        raise refuse("handoff_at", at, "nothing with pipeline 'direct': there is no handoff")
+    if override.pipeline in ("direct", "local"):
+        raise refuse("handoff_at", at, f"nothing with pipeline {override.pipeline!r}: there is no handoff")
 
 
 def _timeout_s(given: float | None, longest_s: float) -> float:

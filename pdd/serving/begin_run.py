@@ -5,8 +5,9 @@ from __future__ import annotations
 from pdd.policy.pipeline import Pipeline, PipelineDecision, choose_pipeline
 from pdd.serving.failover_run import FailoverRun
 from pdd.serving.holders import Holder
+from pdd.serving.local_run import begin_local
 from pdd.serving.pipeline_snapshot import pipeline_snapshot
-from pdd.serving.prefill_run import PrefillRun, open_prefill
+from pdd.serving.prefill_run import PrefillRun, open_prefill, push_class
 from pdd.serving.request_parts import RequestParts
 from pdd.serving.reservation import Reservation, reserve
 from pdd.serving.shared_prompts import SHARE_WAIT_S, Entry
@@ -48,7 +49,7 @@ class BeginRun:
         parts = self._parts
         if parts.prompt_tokens == 1:
             return "alone"  # there is no KV to share
-        must_relay = may_relay and self._forced == "relay"
+        must_relay = may_relay and self._forced in ("relay", "local")
         entry = await parts.share.enter(may_relay, must_relay, min(SHARE_WAIT_S, parts.holders.remaining_s))
         parts.holders.check_deadline()
         if entry == "alone":
@@ -68,8 +69,13 @@ class BeginRun:
     def main_looked_up(self, main: Holder) -> None:
         """Main has said what it holds of the prompt."""
         parts = self._parts
+        if parts.timeline.redecision:
+            return  # it was asked before
         hit = main.reserved.hit_tokens if main.reserved is not None else 0
         parts.timeline.main_hit_tokens = hit
+        parts.main_asked = True
+        if main.miss_tokens(parts.prompt_tokens) == 0:
+            parts.count_look_up(None)
         parts.context.metrics.cache_queries.labels("main").inc(parts.prompt_tokens - 1)
         parts.context.metrics.cache_hits.labels("main").inc(hit)
 
@@ -85,13 +91,12 @@ class BeginRun:
             parts.timeline.decision = PipelineDecision("direct", "main_lost", cause, None)
             self._failover.recompute(behind_relay=False, cause=cause)
             return
-        decision = choose_pipeline(
-            pipeline_snapshot(reserved, parts.prompt_tokens, parts.context.pool, parts.context.links),
-            self._forced,
-            parts.context.config.policy.direct_budget_s,
-        )
+        decision = choose_pipeline(pipeline_snapshot(reserved, parts), self._forced, parts.context.config.policy)
         parts.timeline.decision = decision
         parts.context.metrics.pipelines.labels(decision.pipeline, decision.reason).inc()
+        parts.context.learned.quota.record(decision.pipeline == "local")
+        if decision.pipeline == "local":
+            begin_local(parts, decision)
         if decision.pipeline == "direct":
             assert parts.main is not None
             if parts.relay is not None:
@@ -117,4 +122,5 @@ class BeginRun:
         if worker is None:
             self._failover.fail_over("prefill_lost", "no prefill worker is ready", main_died=False)
             return
-        parts.prefill = PrefillRun(open_prefill(parts.holders, worker, targets), targets, parts.context.config, parts.timeline)
+        holder = open_prefill(parts.holders, worker, {target: push_class(target, parts.timeline.decision) for target in targets})
+        parts.prefill = PrefillRun(holder, targets, parts.context.config, parts.timeline, parts.context.learned)

@@ -9,10 +9,15 @@ from dataclasses import dataclass, replace
 
 from pdd.config import LaunchConfig
 from pdd.errors import Code, PddError
+from pdd.policy.outcomes import DecisionRecord
 from pdd.serving.acceptor import Acceptor
+from pdd.serving.background import Background
+from pdd.serving.decisions import DecisionLog
+from pdd.serving.learned import Learned
 from pdd.serving.link_estimate import LinkEstimate
 from pdd.serving.link_metrics import LinkCollector
 from pdd.serving.metrics import Metrics
+from pdd.serving.policy_metrics import PolicyMetrics
 from pdd.serving.prompt_scores import score_prompt
 from pdd.serving.request import Delta, GenerationRequest, Override
 from pdd.serving.request_parts import RunContext
@@ -49,7 +54,11 @@ class Coordinator:
         self._pool = pool
         self._text_model = text_model
         self.metrics = metrics
-        self._context = RunContext(config, pool, LinkEstimate(_declared_rates(config)), metrics, SharedPrompts())
+        links, prompts, learned = LinkEstimate(_declared_rates(config)), SharedPrompts(), Learned(config.policy)
+        policy_metrics = PolicyMetrics(metrics.registry, learned)
+        self._background = Background(config.policy.background, pool, prompts, learned, metrics, policy_metrics)
+        self._decisions = DecisionLog(config.policy.num_decisions_kept, config.policy.ttft_target_s, learned, policy_metrics)
+        self._context = RunContext(config, pool, links, metrics, prompts, learned, self._background)
         self._running: dict[str, asyncio.Task[None]] = {}
         for worker in pool.workers:
             metrics.worker_ready.labels(worker.name).set_function(worker.readiness)
@@ -100,6 +109,11 @@ class Coordinator:
             if task.done():
                 self._ended(request.request_id, task)  # now, not when its callback gets its turn: the caller may ask for the next at once
 
+    @property
+    def latest_decisions(self) -> tuple[DecisionRecord, ...]:
+        """Of the latest requests that have ended, oldest first: what was decided, why, and what came of it."""
+        return self._decisions.latest
+
     async def close(self) -> None:
         """Cancel what is running and wait, bounded, until every worker was told."""
         tasks = set(self._running.values())
@@ -107,6 +121,7 @@ class Coordinator:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=CANCEL_TIMEOUT_S)
+        await self._background.close()
 
     async def _run(self, request: GenerationRequest, timeline: TimelineRecorder, deltas: asyncio.Queue[Delta | None]) -> None:
         outcome = "cancelled"
@@ -132,6 +147,7 @@ class Coordinator:
             raise PddError(Code.INTERNAL, f"request {request.request_id} met an internal error: {type(error).__name__}") from error
         finally:
             self.metrics.ended(outcome, timeline.build())
+            self._decisions.ended(request, timeline, outcome)
             deltas.put_nowait(None)
 
     def _ended(self, request_id: str, task: asyncio.Task[None]) -> None:
@@ -154,10 +170,9 @@ class Coordinator:
         if request.override != Override() and not self._config.serving.allow_override:
             raise PddError(Code.PERMISSION_DENIED, "override: pipeline and handoff are decided by the service", "override")
         handoff_at = request.override.handoff_at
-        if handoff_at is not None and (handoff_at < 0 or request.override.pipeline == "direct"):
-            raise PddError(
-                Code.INVALID_ARGUMENT, f"handoff_at: given {handoff_at}, allowed from 0 on and not with pipeline 'direct'", "handoff_at"
-            )
+        if handoff_at is not None and (handoff_at < 0 or request.override.pipeline in ("direct", "local")):
+            message = f"handoff_at: given {handoff_at}, allowed from 0 on and not with pipeline 'direct' or 'local'"
+            raise PddError(Code.INVALID_ARGUMENT, message, "handoff_at")
         if request.want_text and self._text_model is None:
             raise PddError(Code.INVALID_ARGUMENT, "text: no text model is loaded, only token ids are served", "want_text")
         if request.stop_strings and not request.want_text:

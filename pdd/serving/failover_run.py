@@ -8,6 +8,7 @@ from __future__ import annotations
 from pdd.errors import Code, PddError
 from pdd.policy.failover import FailoverSnapshot, HolderState, plan_failover
 from pdd.serving.holders import Attach, Holder
+from pdd.serving.local_run import RELAY_LOST, end_local
 from pdd.serving.request_parts import RequestParts
 from pdd.serving.reservation import REQUEST_ERRORS
 from pdd.serving.worker_events import Failed
@@ -56,6 +57,9 @@ class FailoverRun:
         if parts.awaits_shared:
             self.open_main()
             return
+        if parts.local_limit is not None and parts.relay is None:
+            self.leave_local(RELAY_LOST)
+            return
         log_ids = parts.acceptor.log.ids
         sends = parts.prefill is not None and parts.prefill.sends
         snapshot = FailoverSnapshot(_state(parts.main), _state(parts.relay), sends)
@@ -69,6 +73,17 @@ class FailoverRun:
             parts.handoff.commit_now(parts.main, log_ids)
         else:
             self.recompute(behind_relay=False, cause=cause)
+
+    def leave_local(self, why: str) -> None:
+        """Main joins a request that was to be finished on the relay: behind it, or alone from the log once its KV has come."""
+        parts = self._parts
+        end_local(parts, why)
+        if parts.relay is None and parts.prefill is not None and parts.prefill.holder is not None:
+            parts.holders.release(parts.prefill.holder)  # its only target is gone
+            parts.prefill = None
+        self.open_main()
+        if parts.relay is None and parts.main is not None and not parts.handoff.committed:
+            parts.handoff.commit_now(parts.main, parts.acceptor.log.ids)
 
     def open_main(self) -> None:
         """Main joins a request that a relay has begun."""

@@ -1,28 +1,40 @@
-"""What the pipeline policy is told about a request: from its reservation, its workers and the link between them."""
+"""What the pipeline policy is told about a request: from its reservation, its workers, the link between them and what was learned."""
 
 from __future__ import annotations
 
 from pdd.policy.pipeline import PipelineSnapshot
-from pdd.serving.link_estimate import LinkEstimate
+from pdd.serving.request_parts import RequestParts
 from pdd.serving.reservation import Reservation
-from pdd.serving.worker_pool import WorkerPool
 
 
-def pipeline_snapshot(reserved: Reservation, prompt_tokens: int, pool: WorkerPool, links: LinkEstimate) -> PipelineSnapshot:
+def pipeline_snapshot(reserved: Reservation, parts: RequestParts) -> PipelineSnapshot:
     """At the moment when both decode workers have said what they hold of the prompt. At least one of them is there."""
-    main, relay, prefill = reserved.main, reserved.relay, pool.route("prefill")
+    context, request, prompt_tokens = parts.context, parts.request, parts.prompt_tokens
+    learned = context.learned
+    main, relay, prefill = reserved.main, reserved.relay, context.pool.route("prefill")
     goodput, link = None, None
     if main is not None and prefill is not None:
-        goodput = links.goodput_bytes_s((prefill.place.site, main.worker.place.site))
+        goodput = context.links.goodput_bytes_s((prefill.place.site, main.worker.place.site))
         link = prefill.link_to(main.worker.name)
+    main_miss = prompt_tokens - 1 if main is None else main.miss_tokens(prompt_tokens)
+    # Prefill holds what either has: all that they hold was computed there.
+    miss = min(main_miss, main_miss if relay is None else relay.miss_tokens(prompt_tokens))
+    computed_share = learned.computed.value
     return PipelineSnapshot(
-        main_miss_tokens=prompt_tokens - 1 if main is None else main.miss_tokens(prompt_tokens),
-        kv_bytes_per_token=pool.workers[0].info.kv_bytes_per_token,
+        main_miss_tokens=main_miss,
+        kv_bytes_per_token=context.pool.workers[0].info.kv_bytes_per_token,
         goodput_bytes_s=goodput,
         rtt_s=0.0 if main is None else main.worker.rtt_s,
         relay=reserved.relay_state,
-        relay_running=0 if relay is None else relay.worker.num_held,
-        relay_capacity=0 if relay is None else relay.worker.info.max_rows,
+        relay_running=reserved.relay_running,
+        relay_capacity=reserved.relay_capacity,
         main_available=main is not None,
         link=link,
+        prefill_tokens=round(miss * (1.0 if computed_share is None else computed_share)),
+        prefill_s_per_token=None if prefill is None else learned.prefill_s_per_token(prefill.name),
+        prefill_step_tokens=0 if prefill is None else prefill.info.max_step_tokens,
+        relay_s_per_token=learned.relay_s.value,
+        output=learned.lengths.predict(request.tenant, request.sampling.max_tokens),
+        local_open=learned.quota.open,
+        shared=parts.share.is_shared,
     )

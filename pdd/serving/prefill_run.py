@@ -2,20 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 from pdd.config import LaunchConfig
+from pdd.policy.pipeline import PipelineDecision
 from pdd.serving.holders import Attach, Holder, Holders
+from pdd.serving.learned import Learned
 from pdd.serving.link_estimate import LinkEstimate, TransferSample
 from pdd.serving.metrics import Metrics
 from pdd.serving.timeline import TimelineRecorder
 from pdd.serving.worker_events import KvComplete, Prefilled
 from pdd.serving.worker_pool import PooledWorker
+from pddbridge.link_schedule import Priority
+from pddbridge.rpc.convert import priority_to_proto
 from pddbridge.rpc.gen import worker_pb2
 
+# A push that nobody needs by any time has this one, rather than none: those without a deadline go last.
+_LATEST_S = 3600.0
 
-def open_prefill(holders: Holders, worker: PooledWorker, targets: list[Holder]) -> Holder:
+
+@dataclass(frozen=True)
+class PushClass:
+    """How a push goes on a link that others use, too. ``deadline_s``: from now, until when its KV is wanted; None: nobody can say."""
+
+    priority: Priority
+    deadline_s: float | None = None
+
+
+def push_class(holder: Holder, decision: PipelineDecision | None) -> PushClass:
+    """Of the push to ``holder``. A request waits for what goes to its relay, or to main alone; a relay's cover gives main time."""
+    if holder.part == "relay" or decision is None:
+        return PushClass(Priority.URGENT)
+    if decision.pipeline == "direct":
+        computed_s = (decision.predicted_kv_s or 0.0) - (decision.predicted_wait_s or 0.0)
+        return PushClass(Priority.URGENT, None if decision.budget_s is None else min(_LATEST_S, computed_s + decision.budget_s))
+    return PushClass(Priority.NORMAL, decision.predicted_relay_end_s)
+
+
+def open_prefill(holders: Holders, worker: PooledWorker, targets: Mapping[Holder, PushClass]) -> Holder:
     """``worker`` computes the prompt's KV and pushes to each target what that target lacks."""
     push_to = []
-    for target in targets:
+    for target, wanted in targets.items():
         assert target.reserved is not None
         route = target.worker.place.route(worker.place.site)
         push_to.append(
@@ -28,6 +56,8 @@ def open_prefill(holders: Holders, worker: PooledWorker, targets: list[Holder]) 
                 epoch=target.reserved.epoch,
                 transfer_id=target.reserved.transfer_id,
                 first_token=target.reserved.hit_tokens,
+                priority=priority_to_proto(wanted.priority),
+                deadline_s=wanted.deadline_s,
             )
         )
     return holders.open(worker, Attach("prefill", computes=True, decode=False, push_to=tuple(push_to)))
@@ -36,12 +66,13 @@ def open_prefill(holders: Holders, worker: PooledWorker, targets: list[Holder]) 
 class PrefillRun:
     """``holder`` is None once prefill has nothing left to do or was lost."""
 
-    def __init__(self, holder: Holder, targets: list[Holder], config: LaunchConfig, timeline: TimelineRecorder) -> None:
+    def __init__(self, holder: Holder, targets: list[Holder], config: LaunchConfig, timeline: TimelineRecorder, learned: Learned) -> None:
         self.holder: Holder | None = holder
         self._worker = holder.worker
         self._pending = {target.worker.name for target in targets}
         self._max_step_tokens = next(w.max_step_tokens for w in config.workers if w.name == holder.worker.name)
         self._timeline = timeline
+        self._learned = learned
         self._started_s = timeline.now_s()
         self._computed_tokens = 0
 
@@ -52,6 +83,7 @@ class PrefillRun:
     def prefilled(self, event: Prefilled, prompt_tokens: int, metrics: Metrics) -> None:
         self._computed_tokens = event.computed_tokens
         self._timeline.prefill_done_s = self._timeline.now_s()
+        self._learned.prefilled(self._worker.name, event.computed_tokens, self._timeline.prefill_done_s - self._started_s)
         metrics.cache_queries.labels("prefill").inc(prompt_tokens - 1)
         metrics.cache_hits.labels("prefill").inc(max(0, prompt_tokens - 1 - event.computed_tokens))
 

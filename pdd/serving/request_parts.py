@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from pdd.config import LaunchConfig
 from pdd.serving.acceptor import Acceptor
+from pdd.serving.background import Background
 from pdd.serving.handoff_run import HandoffRun
 from pdd.serving.holders import Holder, Holders
+from pdd.serving.learned import Learned
 from pdd.serving.link_estimate import LinkEstimate
 from pdd.serving.metrics import Metrics
 from pdd.serving.prefill_run import PrefillRun
@@ -29,12 +31,16 @@ class RunContext:
     links: LinkEstimate
     metrics: Metrics
     prompts: SharedPrompts
+    learned: Learned
+    background: Background
 
 
 @dataclass(eq=False)
 class RequestParts:
     """``main``, ``relay``, ``prefill``: None before they are chosen and once they have no further part ·
-    ``awaits_shared``: it relays, and main is opened when another request's KV is there.
+    ``awaits_shared``: it relays, and main is opened when another request's KV is there · ``local_limit``: it is finished on the relay,
+    unless its log gets longer than that; None: it is not, or no longer · ``main_asked``: main has said what it holds of the prompt ·
+    ``looked_up``: that was counted, beside what prefill holds · ``goes_on``: it has ended, and main's transfer goes on in the background.
     """
 
     request: GenerationRequest
@@ -48,6 +54,10 @@ class RequestParts:
     relay: Holder | None = None
     prefill: PrefillRun | None = None
     awaits_shared: bool = False
+    local_limit: float | None = None
+    main_asked: bool = False
+    looked_up: bool = False
+    goes_on: bool = False
 
     @property
     def prompt_tokens(self) -> int:
@@ -71,6 +81,12 @@ class RequestParts:
             if self.timeline.main_kv_s is None:
                 self.timeline.main_kv_s = now
             self.advance()
+
+    def count_look_up(self, computed_tokens: int | None) -> None:
+        """Main has said what it holds of the prompt, and so has prefill if it was to be asked. Counted once."""
+        if self.main_asked and not self.looked_up:
+            self.looked_up = True
+            self.context.learned.looked_up(self.prompt_tokens, self.timeline.main_hit_tokens, computed_tokens)
 
     def count_fallback(self, reason: str, cause: str) -> None:
         self.timeline.fallbacks += 1

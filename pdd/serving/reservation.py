@@ -20,13 +20,16 @@ REQUEST_ERRORS = frozenset({Code.INVALID_ARGUMENT, Code.DEADLINE_EXCEEDED, Code.
 
 @dataclass
 class Reservation:
-    """Who has reserved. ``early``: events that came before the pipeline was chosen, in order · ``losses``: (part, message) of what could
-    not be reached · ``main_decodes``: main was opened to decode by itself.
+    """Who has reserved. ``relay_running``, ``relay_capacity``: requests on the relay that was asked, before this one, and its rows ·
+    ``early``: events that came before the pipeline was chosen, in order · ``losses``: (part, message) of what could not be reached ·
+    ``main_decodes``: main was opened to decode by itself.
     """
 
     main: Holder | None = None
     relay: Holder | None = None
     relay_state: RelayState = "none"
+    relay_running: int = 0
+    relay_capacity: int = 0
     main_decodes: bool = False
     early: list[tuple[Holder, Event]] = field(default_factory=list)
     losses: list[tuple[str, str]] = field(default_factory=list)
@@ -42,7 +45,8 @@ async def reserve(
     result = Reservation()
     relay_worker = pool.route("relay", preferred=share.relay) if may_relay else None
     if relay_worker is not None:
-        full = relay_worker.num_held >= relay_worker.info.max_rows
+        result.relay_running, result.relay_capacity = relay_worker.num_held, relay_worker.info.max_rows
+        full = result.relay_running >= result.relay_capacity
         result.relay_state = "full" if full else "available"
         if not full:
             attach = Attach("relay", computes=False, decode=True, max_propose_tokens=relay_limit)

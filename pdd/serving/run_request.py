@@ -14,6 +14,7 @@ from pdd.serving.begin_run import BeginRun
 from pdd.serving.failover_run import FailoverRun
 from pdd.serving.handoff_run import HandoffRun
 from pdd.serving.holders import Holder, Holders
+from pdd.serving.local_run import OVERRUN
 from pdd.serving.request import Delta, GenerationRequest
 from pdd.serving.request_parts import RequestParts, RunContext
 from pdd.serving.timeline import TimelineRecorder
@@ -71,6 +72,9 @@ class RequestRun:
             parts.share.leave()
             await parts.holders.drop_all()
             raise
+        if parts.goes_on:
+            parts.context.background.see_through(parts)
+            return
         parts.share.leave()
         await parts.holders.release_all()
 
@@ -92,6 +96,9 @@ class RequestRun:
                     self._begin.start_prefill()
             case Prefilled() if parts.prefill is not None and holder is parts.prefill.holder:
                 parts.prefill.prefilled(event, parts.prompt_tokens, parts.context.metrics)
+                parts.count_look_up(event.computed_tokens)
+            case Prefilled() if holder.part == "prefill":
+                pass  # of a prefill that another has taken the place of, for a target that joined later
             case Prefilled():
                 parts.timeline.main_prefill_tokens += event.computed_tokens
                 parts.kv_arrived(holder)
@@ -121,8 +128,10 @@ class RequestRun:
         if parts.prefill is not None and event.received_bytes > 0:
             took_s = parts.prefill.received(holder, event, parts.context.links, parts.context.metrics)
             decision = parts.timeline.decision
-            if holder is parts.main and decision is not None and decision.predicted_kv_s is not None:
-                parts.context.metrics.prediction_error_s.observe(took_s - decision.predicted_kv_s)
+            if holder is parts.main:
+                parts.timeline.kv_s = took_s
+                if decision is not None and decision.predicted_kv_s is not None and not parts.timeline.redecision:
+                    parts.context.metrics.prediction_error_s.observe(took_s - decision.predicted_kv_s)
         if holder is parts.main:
             parts.timeline.wan_kv_bytes += event.received_bytes
             parts.timeline.wan_kv_wire_bytes += event.received_wire_bytes
@@ -155,12 +164,19 @@ class RequestRun:
             if delta is None:
                 parts.context.metrics.duplicate_tokens.inc()
                 continue
-            parts.context.metrics.token(delta.origin, parts.timeline.token(delta.origin))
+            before, gap_s = parts.timeline.ended_on, parts.timeline.token(delta.origin)
+            parts.context.metrics.token(delta.origin, gap_s)
+            if gap_s is not None and before == delta.origin == "relay":
+                parts.context.learned.relay_s.observe(gap_s, 1)
             if holder is parts.main:
                 self._main_took_over()
-            self._emit(delta if delta.finish_reason is None else replace(delta, timeline=parts.timeline.build()))
             if delta.finish_reason is not None:
+                parts.context.background.request_ended(parts)
+                self._emit(replace(delta, timeline=parts.timeline.build()))
                 return
+            self._emit(delta)
+        if parts.local_limit is not None and len(parts.acceptor.log) > parts.local_limit:
+            self._failover.leave_local(OVERRUN)
         parts.advance()
 
     def _main_took_over(self) -> None:

@@ -42,6 +42,9 @@ class SharedPrompts:
         key = (tenant, prompt_ids)
         prompt = self._prompts.setdefault(key, _Prompt())
         share = PromptShare(prompt, lambda: self._prompts.pop(key))
+        for member in prompt.members:
+            if member._when_joined is not None:
+                member._when_joined()
         prompt.members.append(share)
         return share
 
@@ -57,6 +60,16 @@ class PromptShare:
         self._forget = forget
         self._changed = asyncio.Event()
         self._when_main: Callable[[], None] | None = None
+        self._when_joined: Callable[[], None] | None = None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether others with the same prompt run now."""
+        return len(self._prompt.members) > 1
+
+    def when_joined(self, callback: Callable[[], None]) -> None:
+        """``callback`` is called whenever another request with the same prompt begins."""
+        self._when_joined = callback
 
     @property
     def relay(self) -> str | None:
@@ -118,7 +131,7 @@ class PromptShare:
         """The request is over, or no longer takes part. Idempotent."""
         if self not in self._prompt.members:
             return
-        self._when_main = None
+        self._when_main = self._when_joined = None
         self._prompt.members.remove(self)
         if not self._prompt.members:
             self._forget()

@@ -11,6 +11,8 @@ import grpc.aio
 
 from pdd.errors import Code
 from pdd.serving.worker_events import Event, Failed, code_from_name, event_from_proto
+from pddbridge.link_schedule import Priority
+from pddbridge.rpc.convert import priority_to_proto
 from pddbridge.rpc.gen import worker_pb2, worker_pb2_grpc
 
 # How long a worker may take to end its side after ours is closed, before the call is cancelled.
@@ -35,6 +37,10 @@ class WorkerStream:
     def ingest(self, position: int, token_ids: Sequence[int], decode: bool) -> None:
         """The next log positions; with ``decode`` the worker proposes from ``position + len(token_ids)`` on."""
         self._send(worker_pb2.WorkerCommand(ingest=worker_pb2.Ingest(position=position, token_ids=token_ids, decode=decode)))
+
+    def set_priority(self, target: str, priority: Priority) -> None:
+        """The push to ``target`` has another class from now on."""
+        self._send(worker_pb2.WorkerCommand(set_priority=worker_pb2.SetPriority(target=target, priority=priority_to_proto(priority))))
 
     def seal(self) -> None:
         self._send(worker_pb2.WorkerCommand(seal=worker_pb2.Seal()))

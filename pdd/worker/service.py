@@ -215,6 +215,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                     session.submit(m.IngestTokens(session.request_id, ingest.position, tuple(ingest.token_ids), ingest.decode))
                 case "seal":
                     session.submit(m.SealRequest(session.request_id))
+                case "set_priority":
+                    session.set_priority(command.set_priority)
                 case other:
                     session.submit(m.FailRequest(session.request_id, Code.INVALID_ARGUMENT, f"command: given {other} after open"))
 

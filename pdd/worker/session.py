@@ -16,7 +16,7 @@ from pdd.worker.open_command import Opening
 from pdd.worker.step_loop import StepLoop, StepLoopEndedError
 from pdd.worker.transfers import KVTraffic, Push, Pushed, PushOutcome
 from pddbridge.codecs import CodecId
-from pddbridge.rpc.convert import record_to_proto
+from pddbridge.rpc.convert import priority_from_proto, record_to_proto
 from pddbridge.rpc.gen import worker_pb2
 
 
@@ -50,6 +50,18 @@ class Session:
             self._step_loop.submit(command)
         except StepLoopEndedError as error:
             self.deliver(m.Failed(Code.UNAVAILABLE, str(error)))
+
+    def set_priority(self, command: worker_pb2.SetPriority) -> None:
+        """For what the push has yet to send. A target that nothing is pushed to, any more or at all, does not mind; a class that is not
+        known ends the request.
+        """
+        try:
+            priority = priority_from_proto(command.priority, "set_priority.priority")
+        except ValueError as error:
+            self.submit(m.FailRequest(self.request_id, Code.INVALID_ARGUMENT, str(error)))
+            return
+        if (push := self._pushes.get(command.target)) is not None:
+            push.set_priority(priority)
 
     async def next_event(self) -> worker_pb2.WorkerEvent | None:
         """The next message for the coordinator; None after the last. A failure is told only after all pages are back."""

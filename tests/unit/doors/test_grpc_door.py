@@ -159,7 +159,7 @@ async def test_logprobs(doors: Doors) -> None:
         (Ask(text="x", num_logprobs=21), "logprobs"),
         (Ask(text="x", timeout_s=NAN), "timeout_s"),
         (Ask(text="x", timeout_s=0), "timeout_s"),
-        (Ask(text="x", override=inference_pb2.PipelineOverride(pipeline="local")), "override.pipeline"),
+        (Ask(text="x", override=inference_pb2.PipelineOverride(pipeline="remote")), "override.pipeline"),
         (Ask(text="x", override=inference_pb2.PipelineOverride(handoff="overlap")), "override.handoff"),
         (Ask(text="x", override=inference_pb2.PipelineOverride(handoff_at=2**31)), "handoff_at"),
     ],

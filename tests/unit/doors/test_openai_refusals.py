@@ -97,7 +97,7 @@ BAD_NUMBERS = {
     "cache_salt": ["", "x" * 257, 5],
     "stream": ["yes", 1],
     "model": [5],
-    "pdd": [{"report": True}, {"pipeline": "local"}, {"handoff": "overlap"}, {"handoff_at": 1.5}, True],
+    "pdd": [{"report": True}, {"pipeline": "remote"}, {"handoff": "overlap"}, {"handoff_at": 1.5}, True],
 }
 
 
@@ -324,7 +324,8 @@ async def test_unknown_paths_and_methods_answer_in_the_same_shape(doors: Doors) 
 
 
 @pytest.mark.parametrize(
-    "override", [{"pipeline": "direct"}, {"handoff": "catch_up"}, {"handoff_at": 0}, {"pipeline": "relay", "handoff_at": 3}]
+    "override",
+    [{"pipeline": "direct"}, {"pipeline": "local"}, {"handoff": "catch_up"}, {"handoff_at": 0}, {"pipeline": "relay", "handoff_at": 3}],
 )
 async def test_overrides_need_leave(text: TextModel, override: dict[str, object]) -> None:
     strict = SERVING.model_copy(update={"allow_override": False})
@@ -339,7 +340,12 @@ async def test_overrides_need_leave(text: TextModel, override: dict[str, object]
 
 
 async def test_a_handoff_position_needs_a_relay(doors: Doors) -> None:
-    for override in ({"pipeline": "direct", "handoff_at": 1}, {"handoff_at": -1}, {"handoff_at": 2**31}):
+    for override in (
+        {"pipeline": "direct", "handoff_at": 1},
+        {"pipeline": "local", "handoff_at": 1},
+        {"handoff_at": -1},
+        {"handoff_at": 2**31},
+    ):
         assert (await refused(doors, COMPLETIONS, ask(COMPLETIONS, pdd=override)))["param"] == "handoff_at"
 
 

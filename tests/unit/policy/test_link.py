@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from pdd.policy.link import LinkSnapshot, delaying_bytes
 from pdd.policy.pipeline import PipelineSnapshot, choose_pipeline, predict_kv_s
+from pdd.policy_config import PolicyConfig
 
 BUSY = LinkSnapshot(goodput_bytes_s=5e6, queued_bytes=20_000_000, num_transfers=2)
 BASE = PipelineSnapshot(100, 20_000, 5e6, 0.03, "available", 0, 8)  # 2 MB missing
@@ -29,10 +30,10 @@ def test_what_left_since_is_taken_off() -> None:
 
 def test_the_prediction_counts_what_is_queued_and_the_choice_follows() -> None:
     assert predict_kv_s(BASE) == pytest.approx(0.43)
-    assert choose_pipeline(BASE, None, 0.5).pipeline == "direct"
+    assert choose_pipeline(BASE, None, PolicyConfig()).pipeline == "direct"
     busy = replace(BASE, link=BUSY)
     assert predict_kv_s(busy) == pytest.approx(0.03 + 6 / 5)
-    assert choose_pipeline(busy, None, 0.5).pipeline == "relay"
+    assert choose_pipeline(busy, None, PolicyConfig()).pipeline == "relay"
     assert predict_kv_s(replace(busy, main_miss_tokens=0)) == 0.0
 
 
