@@ -95,6 +95,7 @@ class Coordinator:
         self._running[request.request_id] = task
         self.metrics.running.set(len(self._running))
         task.add_done_callback(lambda ended: self._ended(request.request_id, ended))
+        task.add_done_callback(lambda _: deltas.put_nowait(None))  # however it ended: nobody waits for a request that is over
         try:
             while (delta := await deltas.get()) is not None:
                 yield delta

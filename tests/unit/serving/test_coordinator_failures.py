@@ -343,3 +343,16 @@ async def test_broken_streams_leave_no_tasks_behind() -> None:
         await cluster.wait_idle()
         assert held > 0
         await until(lambda: waiting() == 0)
+
+
+async def test_nobody_waits_for_ever_where_the_books_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by chaos: an exception after the answer, in what is only counted, left the client waiting without an end."""
+    async with serving(hashed_token) as (_, coordinator):
+
+        def broken(outcome: str, timeline: object) -> None:
+            raise RuntimeError(outcome)
+
+        monkeypatch.setattr(coordinator.metrics, "ended", broken)
+        with pytest.raises(RuntimeError):
+            async with asyncio.timeout(5):
+                await drain(coordinator.generate(make_request(sampling=params(3))))
