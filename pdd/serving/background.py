@@ -153,14 +153,16 @@ class Background:
         except PddError:
             outcome = "deadline"
         finally:
-            self._running.discard(transfer)
-            self._policy_metrics.background_running.set(len(self._running))
-            self._policy_metrics.background.labels(outcome).inc()
-            _log.info("background transfer of %d tokens to %s: %s", transfer.miss_tokens, transfer.main.worker.name, outcome)
             if outcome == "complete":
                 transfer.share.kv_at_main(transfer.main.worker.name)
             transfer.share.leave()
-            await (transfer.holders.release_all() if outcome == "complete" else transfer.holders.drop_all())
+            try:
+                await (transfer.holders.release_all() if outcome == "complete" else transfer.holders.drop_all())
+            finally:
+                self._running.discard(transfer)
+                self._policy_metrics.background_running.set(len(self._running))
+                self._policy_metrics.background.labels(outcome).inc()
+                _log.info("background transfer of %d tokens to %s: %s", transfer.miss_tokens, transfer.main.worker.name, outcome)
 
     async def _wait(self, transfer: _Transfer) -> str:
         """Returns how it ended: "complete", "failed", "deadline" or what speaks against it. Raises PddError at the request's deadline."""

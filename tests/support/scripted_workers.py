@@ -179,7 +179,7 @@ class Row:
 
 
 class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
-    """``rows``: what is held now · ``opens``, ``ingests``: everything ever asked · ``computed_prompt_tokens``: prompt KV computed."""
+    """``rows``: what is held now · ``opens``, ``ingests``, ``priorities``: everything ever asked · ``computed_prompt_tokens``: prompt KV computed."""
 
     def __init__(self, name: str, role: Role, site: str, kv_port: int, cluster: Cluster) -> None:
         self.name, self.role, self.site = name, role, site
@@ -191,6 +191,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self.num_outgoing = 0
         self.opens: list[pb.Open] = []
         self.ingests: list[tuple[int, tuple[int, ...], bool]] = []
+        self.priorities: list[tuple[str, pb.TransferPriority]] = []  # classes that pushes were given while they ran
         self.proposed = 0
         self.computed_prompt_tokens = 0
         self.known: set[tuple[str, tuple[int, ...]]] = set()
@@ -266,6 +267,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
                 await row.ingest(command.ingest)
             elif command.HasField("seal"):
                 row.seal()
+            elif command.HasField("set_priority"):
+                self.priorities.append((command.set_priority.target, command.set_priority.priority))
         row.events.put_nowait(None)
 
     async def _work(self, row: Row) -> None:
