@@ -26,6 +26,11 @@ from pdd.launch.link_connection import Connection, reset_on_close
 from pdd.launch.shaper import Direction
 from pdd.topology import Address, Topology
 
+# What the kernel may take of a connection before the line does: so long a part of the rate, as a narrow link's first router would.
+_TAKEN_S = 0.01
+_MIN_TAKEN_BYTES = 64 * 1024
+_MAX_TAKEN_BYTES = 512 * 1024
+
 
 @dataclass(frozen=True)
 class ProxyPort:
@@ -124,6 +129,10 @@ class LinkEmulator:
                 self._spawn(self.directions[ends].run())
         listener = socket.create_server((port.listen.host, port.listen.port), backlog=128)
         listener.setblocking(False)
+        # Else the kernel takes megabytes that the line has not carried, and what a sender chooses to send next leaves seconds later.
+        taken_bytes = max(_MIN_TAKEN_BYTES, int(link.rate_mbit_s * 1e6 / 8 * _TAKEN_S))
+        if taken_bytes <= _MAX_TAKEN_BYTES:  # above, the kernel's own choice is no more
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, taken_bytes)
         self._listeners.append(listener)
         entrance = _Entrance(port, link, self.directions[port.near, port.far], self.directions[port.far, port.near])
         self._entrances.append(entrance)

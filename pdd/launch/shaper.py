@@ -18,6 +18,8 @@ from pdd.config import EmulatedLink
 QUANTUM_BYTES = 8 * 1024
 # Finer sleeps than this are not worth their wake-up; the line is then simply ahead of the clock by less than this.
 _SLEEP_GRAIN_S = 0.001
+# A timer wakes late, by a millisecond or more; a line that has data sends back to back all the same, but makes up for no more than this.
+_CATCH_UP_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ class Direction:
             while not self._ready:
                 self._wake.clear()
                 await self._wake.wait()
+                line_free_s = max(line_free_s, loop.time())
             flow = self._ready.popleft()
             if flow.closed or not flow.waiting:
                 continue
@@ -108,7 +111,7 @@ class Direction:
             flow.in_flight_bytes += len(piece)
             if flow.waiting:
                 self._ready.append(flow)
-            line_free_s = max(line_free_s, loop.time()) + len(piece) / self._bytes_per_s
+            line_free_s = max(line_free_s, loop.time() - _CATCH_UP_S) + len(piece) / self._bytes_per_s
             self._bytes_carried += len(piece)
             due_s = max(line_free_s + self.delay_s + self._random.uniform(0.0, self._jitter_s), flow.last_due_s)
             flow.last_due_s = due_s
