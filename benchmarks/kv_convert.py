@@ -1,9 +1,10 @@
 """How fast pages become wire order and back, next to a plain memcpy of the same bytes: `python benchmarks/kv_convert.py [--json FILE]`.
 
 Read: ``read_blocks`` into memory that is there (``out``). Write: ``write_blocks``. memcpy: ``numpy.copyto`` of one contiguous buffer to
-another. All on one thread, timed in turns by that thread's CPU time: what else runs on the machine takes only memory bandwidth away.
-Before each timing a buffer larger than the caches is read, so that all KV is cold, and a page of another pool is converted, so that the
-interpreter's code is not. Ratio: memcpy's time over ours, the best of each.
+another. ``numpy_read``, ``numpy_write``: the same conversions where no C++ could be compiled. All on one thread, timed in turns by that
+thread's CPU time: what else runs on the machine takes only memory bandwidth away. Before each timing a buffer larger than the caches is
+read, so that all KV is cold, and a page of another pool is converted, so that the interpreter's code is not. Ratio: memcpy's time over
+ours, the best of each. More than 1 is possible: memcpy fetches what it overwrites, a large conversion writes past the caches.
 
 ``strided``: the same bytes of consecutive pages by one strided assignment per layer and plane, without a page table: what a loop over
 rows, each moved by one memmove, makes of this memory. A row that stands alone between gaps costs memory latency, whoever moves it.
@@ -15,7 +16,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -26,6 +27,7 @@ from pddbridge.kv_convert import KVPool, read_blocks, write_blocks
 from pddbridge.kv_layout_catalogue import GQA_LAYOUTS
 from pddbridge.kv_pool import empty_on_lines
 from pddbridge.kv_spec import HeadRange, KVSpec, LayerRange, TokenRange
+from pddbridge.native.moves import NativeMoves, native_moves
 
 TARGET: Final = 0.60
 _COLD_BYTES: Final = 128 << 20
@@ -60,6 +62,8 @@ class Row:
     memcpy_gb_per_s: float
     read: float
     write: float
+    numpy_read: float
+    numpy_write: float
     strided_read: float
     strided_write: float
     target: float = TARGET
@@ -93,7 +97,7 @@ def filled_pool(layout: str, spec: KVSpec, shape: Shape, num_pages: int) -> KVPo
     return pool
 
 
-def measure(shape: Shape, layout: str, scattered: bool, repeats: int) -> Row:
+def measure(shape: Shape, layout: str, scattered: bool, repeats: int, native: NativeMoves | None) -> Row:
     """One row; the KV of one prompt in a pool of ``_POOL_PROMPTS`` such."""
     spec = KVSpec.gqa(shape.num_layers, shape.num_heads, shape.head_dim, "bfloat16")
     tokens, layers, heads = TokenRange(0, shape.num_tokens), LayerRange(0, shape.num_layers), HeadRange(0, shape.num_heads)
@@ -102,6 +106,7 @@ def measure(shape: Shape, layout: str, scattered: bool, repeats: int) -> Row:
     pool, other = filled_pool(layout, spec, shape, num_pages), filled_pool(layout, spec, shape, 1)
     table = np.random.default_rng(0).permutation(num_pages)[:num_used] if scattered else np.arange(num_used)
     size = (2, shape.num_layers, shape.num_tokens, shape.num_heads, shape.head_dim)
+    natively = replace(pool, native=native)
     source, target = (empty_on_lines(size, spec.np_dtype) for _ in range(2))
     source.view(np.uint16)[...] = 1
     target.view(np.uint16)[...] = 0
@@ -110,7 +115,8 @@ def measure(shape: Shape, layout: str, scattered: bool, repeats: int) -> Row:
     page_of_other = list(np.zeros((2, shape.num_layers, 1, *size[3:]), spec.np_dtype))
 
     def warm_up() -> None:
-        write_blocks(other, first, read_blocks(other, first, one_page, out=page_of_other))
+        for moved_by in (other, replace(other, native=native)):
+            write_blocks(moved_by, first, read_blocks(moved_by, first, one_page, out=page_of_other))
 
     head = np.dtype((np.void, shape.head_dim * spec.np_dtype.itemsize))
     num_whole = shape.num_tokens // shape.page_size
@@ -131,6 +137,8 @@ def measure(shape: Shape, layout: str, scattered: bool, repeats: int) -> Row:
     wire_target, wire_source = on_wire(target), on_wire(source)
     runs: list[Callable[[], object]] = [
         memcpy,
+        lambda: read_blocks(natively, table, tokens, out=list(target)),
+        lambda: write_blocks(natively, table, blocks),
         lambda: read_blocks(pool, table, tokens, out=list(target)),
         lambda: write_blocks(pool, table, blocks),
         lambda: strided(in_pages, wire_target),
@@ -138,8 +146,7 @@ def measure(shape: Shape, layout: str, scattered: bool, repeats: int) -> Row:
     ]
     plain_s, *ours_s = best_times([Timed(run, warm_up) for run in runs], repeats)
     whole = num_whole * shape.page_size / shape.num_tokens
-    read, write, strided_read, strided_write = (plain_s * part / took_s for took_s, part in zip(ours_s, (1, 1, whole, whole), strict=True))
-    ratios = (round(ratio, 3) for ratio in (read, write, strided_read, strided_write))
+    ratios = [round(plain_s * part / took_s, 3) for took_s, part in zip(ours_s, (1, 1, 1, 1, whole, whole), strict=True)]
     name = "scattered" if scattered else "consecutive"
     return Row(shape.name, layout, name, round(source.nbytes / 1e6, 1), round(source.nbytes / plain_s / 1e9, 2), *ratios)
 
@@ -149,20 +156,24 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--layouts", nargs="*", default=list(GQA_LAYOUTS), choices=list(GQA_LAYOUTS))
+    parser.add_argument("--cache-dir", help="where compiled C++ is kept")
     arguments = parser.parse_args()
+    native, fallbacks = native_moves(arguments.cache_dir)
+    if fallbacks:
+        print(f"numpy moves everything: {', '.join(fallbacks)}")
     rows = []
-    print(f"{'shape':26} {'layout':18} {'pages':12} {'read':>6} {'write':>6}  of memcpy, target {TARGET:.2f} (strided read, write)")
+    print(f"{'shape':26} {'layout':18} {'pages':12} {'read':>6} {'write':>6}  of memcpy, target {TARGET:.2f}")
     for shape in SHAPES:
         for layout in arguments.layouts:
             if layout == "tpu_ragged_dim64" and shape.head_dim != 64:
                 continue
             for scattered in (False, True):
-                row = measure(shape, layout, scattered, arguments.repeats)
+                row = measure(shape, layout, scattered, arguments.repeats, native)
                 rows.append(row)
                 verdict = "ok" if min(row.read, row.write) >= TARGET else "short"
                 print(
                     f"{row.shape:26} {row.layout:18} {row.pages:12} {row.read:6.2f} {row.write:6.2f}  {verdict:5} "
-                    f"({row.strided_read:.2f}, {row.strided_write:.2f})",
+                    f"(numpy {row.numpy_read:.2f}, {row.numpy_write:.2f}; strided {row.strided_read:.2f}, {row.strided_write:.2f})",
                     flush=True,
                 )
     print(f"{sum(min(row.read, row.write) >= TARGET for row in rows)} of {len(rows)} rows reach {TARGET:.2f} both ways")

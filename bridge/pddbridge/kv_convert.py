@@ -1,26 +1,27 @@
-"""Pages -> wire order -> pages, for any :class:`KVPool`, page table and ranges. Pure numpy, bit-exact, each byte moved once.
+"""Pages -> wire order -> pages, for any :class:`KVPool`, page table and ranges. Bit-exact, each byte moved once.
 
 A copy is of *units*: the longest pieces that are contiguous both in the pages and on the wire (one head of one token; all heads of a
-token; a whole page). ``numpy.take`` and ``numpy.put`` move units by index, one ``memmove`` each: unlike a strided or a fancy-indexed
-assignment they neither loop over values nor make a copy in between, and scattered pages cost what consecutive ones do
-(``benchmarks/kv_convert.py``).
+token; a whole page). What moves them is the pool's: ``pddbridge.native.moves``, one call for all, or numpy. ``numpy.take`` and
+``numpy.put`` move units by index, one ``memmove`` each: unlike a strided or a fancy-indexed assignment they neither loop over values nor
+make a copy in between. Either way scattered pages cost what consecutive ones do (``benchmarks/kv_convert.py``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, repeat, zip_longest
-from operator import attrgetter
+from functools import cached_property
+from itertools import repeat, zip_longest
 from typing import Final, TypeAlias
 
 import numpy as np
 
 from pddbridge.engine import KVBlock
 from pddbridge.kv_block import check_block, locate_plane
-from pddbridge.kv_pool import KVPool, empty_on_lines
+from pddbridge.kv_pool import KVPool, PlaneStorage, empty_on_lines
 from pddbridge.kv_spec import HeadRange, KVGroup, KVPlane, LayerRange, TokenRange
+from pddbridge.native.moves import MOVE, NativeMoves
 
 __all__ = ["KVPool", "read_block", "read_blocks", "write_block", "write_blocks"]
 
@@ -31,6 +32,8 @@ _TURN_BYTES: Final = 1 << 20
 # Units [U] of the pages as void, which of them [N] intp, and the values [N] void on the wire.
 _Move: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray]
 _Job: TypeAlias = "tuple[_Pages, KVBlock]"
+# By tokens, and by strides, shape and heads of a plane's view.
+_Plans: TypeAlias = "dict[tuple[TokenRange, tuple[int, ...], tuple[int, ...], int, int], list[_Part]]"
 
 
 def read_block(
@@ -48,9 +51,9 @@ def read_block(
     array. Raises ValueError for anything outside the pool, or an ``out`` that is not that.
     """
     group, index = locate_plane(pool.spec, plane, layers)
-    pages = _Pages(pool, page_table, group, index, tokens, heads)
+    pages = _Pages(pool, page_table, group, index, tokens, heads, {})
     block = KVBlock(plane, layers, tokens, heads, _target(pool, group.planes[index], layers, tokens, heads, out))
-    _copy([(pages, block)], _take)
+    _copy(pool, [(pages, block)], to_wire=True)
     return block
 
 
@@ -59,16 +62,17 @@ def read_blocks(pool: KVPool, page_table: np.ndarray, tokens: TokenRange, out: S
 
     ``out``: one array per block, as :func:`read_block` has it. Faster than plane by plane where planes share an array.
     """
-    jobs = []
+    jobs: list[_Job] = []
+    plans: _Plans = {}
     given: Iterator[np.ndarray | None] = repeat(None) if out is None else iter(out)
     for group in pool.spec.groups:
         layers = LayerRange(group.first_layer, group.first_layer + group.num_layers)
         for index, plane in enumerate(group.planes):
             heads = pool.layout.heads_of(plane)
-            pages = _Pages(pool, page_table, group, index, tokens, heads)
+            pages = _Pages(pool, page_table, group, index, tokens, heads, plans)
             values = _target(pool, plane, layers, tokens, heads, next(given))
             jobs.append((pages, KVBlock(plane.name, layers, tokens, heads, values)))
-    _copy(jobs, _take)
+    _copy(pool, jobs, to_wire=True)
     return tuple(block for _, block in jobs)
 
 
@@ -79,14 +83,15 @@ def write_block(pool: KVPool, page_table: np.ndarray, block: KVBlock) -> None:
 
 def write_blocks(pool: KVPool, page_table: np.ndarray, blocks: Sequence[KVBlock]) -> None:
     """As :func:`write_block`, layer by layer: faster where planes share an array. Raises ValueError with nothing written."""
-    jobs = []
+    jobs: list[_Job] = []
+    plans: _Plans = {}
     for block in blocks:
         group, index = check_block(pool.spec, block)
-        pages = _Pages(pool, page_table, group, index, block.tokens, block.heads)
+        pages = _Pages(pool, page_table, group, index, block.tokens, block.heads, plans)
         if len(np.unique(pages.numbers)) != len(pages.numbers):
             raise ValueError(f"page_table: a page is named twice among those of {block.tokens}: {pages.numbers.tolist()}")
         jobs.append((pages, block))
-    _copy(jobs, _put)
+    _copy(pool, jobs, to_wire=False)
 
 
 @dataclass(frozen=True)
@@ -98,32 +103,67 @@ class _Part:
     unit_bytes: int
     which: np.ndarray
 
+    @cached_property
+    def last(self) -> int:
+        """The largest of ``which``, none of which is negative."""
+        assert self.which.dtype == np.int64
+        assert self.which.flags.c_contiguous
+        assert self.which.min() >= 0
+        return int(self.which.max())
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Layers of a block, one after the other from its layer ``first`` on, whose pages have equal strides, so that ``parts`` are the same.
+    ``places`` as :class:`pddbridge.kv_pool.LayerRun` · ``offset``: bytes from a plane's first stored byte to the block's first head.
+    """
+
+    first: int
+    storages: Sequence[PlaneStorage]
+    places: np.ndarray
+    offset: int
+    parts: list[_Part]
+
 
 class _Pages:
-    """Where the tokens of one plane lie in the pages of a layer. Raises ValueError for ranges or pages outside the pool."""
+    """Where the tokens of one plane lie in the pages of a layer. ``plans``: of this page table, shared by planes that lie alike. Raises
+    ValueError for ranges or pages outside the pool.
+    """
 
-    def __init__(self, pool: KVPool, page_table: np.ndarray, group: KVGroup, plane: int, tokens: TokenRange, heads: HeadRange) -> None:
+    def __init__(
+        self, pool: KVPool, page_table: np.ndarray, group: KVGroup, plane: int, tokens: TokenRange, heads: HeadRange, plans: _Plans
+    ) -> None:
         stored = pool.layout.heads_of(group.planes[plane])
         if heads.start < stored.start or heads.stop > stored.stop:
             raise ValueError(f"heads: given {heads}, the pool stores {stored}")
         self.numbers = _touched_pages(pool, page_table, tokens)
-        self._pool, self._plane, self._tokens = pool, plane, tokens
+        self._pool, self._plane, self._tokens, self._plans = pool, plane, tokens, plans
         self._heads = slice(heads.start - stored.start, heads.stop - stored.start)
 
-    def moves(self, block: KVBlock) -> Iterator[tuple[_Move, ...]]:
-        """For each of the block's layers what to copy, in turns of about ``_TURN_BYTES``. Layers of equal strides are copied alike, so the
-        work per layer is next to none: for a few hundred KB, microseconds of it would be felt.
+    def runs(self, block: KVBlock) -> Iterator[_Run]:
+        """All layers of ``block``. Layers of equal strides are copied alike, so the work per layer is next to none: for a few hundred KB,
+        microseconds of it would be felt.
         """
+        for run in self._pool.runs[self._plane]:
+            start, stop = max(run.start, block.layers.start), min(run.start + len(run.storages), block.layers.stop)
+            if start >= stop:
+                continue
+            alike = run.storages[start - run.start : stop - run.start]
+            view = alike[0].view
+            key = (self._tokens, view.strides, view.shape, self._heads.start, self._heads.stop)
+            if key not in self._plans:
+                self._plans[key] = _plan(view[:, :, self._heads], self.numbers, self._tokens)
+            places = run.places[start - run.start : stop - run.start]
+            yield _Run(start - block.layers.start, alike, places, self._heads.start * view.strides[2], self._plans[key])
+
+    def moves(self, block: KVBlock) -> Iterator[tuple[_Move, ...]]:
+        """For each of the block's layers what numpy is to copy, in turns of about ``_TURN_BYTES``."""
         wire = block.values.reshape(len(block.layers), -1).view(np.uint8)
-        storages = [planes[self._plane] for planes in self._pool.planes[block.layers.start : block.layers.stop]]
-        first = 0
-        for strides, alike in groupby(storages, key=attrgetter("strides")):
-            run = list(alike)
-            rows = wire[first : first + len(run)]
-            first += len(run)
+        for run in self.runs(block):
+            rows = wire[run.first : run.first + len(run.storages)]
             parts = []
-            for part in _plan(run[0].view[:, :, self._heads], self.numbers, self._tokens):
-                units = [storage.units(self._heads.start * strides[2], part.unit_bytes) for storage in run]
+            for part in run.parts:
+                units = [storage.units(run.offset, part.unit_bytes) for storage in run.storages]
                 values = rows[:, part.start : part.stop].view(np.dtype((np.void, part.unit_bytes)))
                 step = max(1, _TURN_BYTES // part.unit_bytes)
                 turns = [slice(i, i + step) for i in range(0, len(part.which), step)]
@@ -131,8 +171,12 @@ class _Pages:
             yield from zip(*parts, strict=True)
 
 
-def _copy(jobs: Sequence[_Job], move: Callable[[_Move], None]) -> None:
+def _copy(pool: KVPool, jobs: Sequence[_Job], *, to_wire: bool) -> None:
     """Layer by layer, the jobs in turns."""
+    if (native := native_of(pool)) is not None:
+        _copy_natively(native, jobs, to_wire)
+        return
+    move = _take if to_wire else _put
     by_layer: dict[int, list[tuple[_Move, ...]]] = {}
     for pages, block in jobs:
         if block.values.size:
@@ -143,6 +187,31 @@ def _copy(jobs: Sequence[_Job], move: Callable[[_Move], None]) -> None:
             for found in turn:
                 if found is not None:
                     move(found)
+
+
+def native_of(pool: KVPool) -> NativeMoves | None:
+    """What moves the pool's units if numpy does not."""
+    return pool.native
+
+
+def _copy_natively(native: NativeMoves, jobs: Sequence[_Job], to_wire: bool) -> None:
+    moves, kept, num_bytes = [], [], 0
+    for pages, block in jobs:
+        if not block.values.size:
+            continue
+        wire, layer_bytes = block.values.ctypes.data, block.values.nbytes // len(block.layers)
+        num_bytes += block.values.nbytes
+        for run in pages.runs(block):
+            first_wire = wire + run.first * layer_bytes
+            layers = (block.layers.start + run.first, len(run.storages), run.places.ctypes.data, run.offset)
+            smallest = int(run.places[:, 1].min())
+            for part in run.parts:
+                # The call takes addresses, so what numpy would notice has to be true.
+                assert run.offset + (part.last + 1) * part.unit_bytes <= smallest
+                moves.append((*layers, first_wire + part.start, layer_bytes, part.which.ctypes.data, len(part.which), part.unit_bytes))
+            kept.append(run)
+    if moves:
+        native.make(np.array(moves, MOVE), num_bytes, to_wire=to_wire)
 
 
 def _take(move: _Move) -> None:

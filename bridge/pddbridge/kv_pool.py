@@ -7,6 +7,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
 from typing import Final
 
 import numpy as np
@@ -14,6 +16,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from pddbridge.kv_layout import Axis, KVLayout, StoredArray
 from pddbridge.kv_spec import KV_DTYPES, KVGroup, KVSpec
+from pddbridge.native.moves import NativeMoves
 
 # Copies are of bit patterns: NaN payloads survive, and numpy's own integers need no special care.
 _BITS: Final[dict[int, np.dtype[np.unsignedinteger]]] = {
@@ -49,14 +52,28 @@ class PlaneStorage:
 
 
 @dataclass(frozen=True)
+class LayerRun:
+    """Layers ``start``, ``start`` + 1, ... of the model: ``storages`` of one plane, which have equal shapes and strides."""
+
+    start: int
+    storages: tuple[PlaneStorage, ...]
+
+    @cached_property
+    def places(self) -> np.ndarray:
+        """[layers, 2] int64: the address of the first byte of ``flat``, its size in bytes."""
+        return np.array([(storage.flat.ctypes.data, storage.flat.nbytes) for storage in self.storages], np.int64)
+
+
+@dataclass(frozen=True)
 class KVPool:
     """``arrays[layer]``: the arrays of that layer, as ``layout.arrays`` says, of any strides that are not negative (a layer may be a
-    view of a larger array). Raises ValueError where they differ.
+    view of a larger array). Raises ValueError where they differ. ``native``: moves what goes in and out; None: numpy does.
     """
 
     layout: KVLayout
     spec: KVSpec
     arrays: tuple[tuple[np.ndarray, ...], ...]
+    native: NativeMoves | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.layout.dtype != self.spec.dtype:
@@ -69,7 +86,7 @@ class KVPool:
                 self._check_layer(layer, want)
 
     @staticmethod
-    def zeros(layout: KVLayout, spec: KVSpec, num_pages: int) -> KVPool:
+    def zeros(layout: KVLayout, spec: KVSpec, num_pages: int, native: NativeMoves | None = None) -> KVPool:
         """A pool of fresh arrays, which lie one after the other in one piece of memory: a large one can have huge pages."""
         layers = [layout.arrays(spec, group, num_pages) for group in spec.groups for _ in range(group.num_layers)]
         sizes = [math.prod(stored.shape) * KV_DTYPES[stored.dtype].itemsize for layer in layers for stored in layer]
@@ -77,7 +94,7 @@ class KVPool:
         memory = on_lines(np.zeros(places[-1] + _LINE_BYTES, np.uint8))
         pieces = (memory[place : place + size] for place, size in zip(places, sizes, strict=False))
         arrays = tuple(tuple(next(pieces).view(KV_DTYPES[stored.dtype]).reshape(stored.shape) for stored in layer) for layer in layers)
-        return KVPool(layout, spec, arrays)
+        return KVPool(layout, spec, arrays, native)
 
     @property
     def num_pages(self) -> int:
@@ -91,6 +108,20 @@ class KVPool:
             for group in self.spec.groups
             for i in range(group.num_layers)
         )
+
+    @cached_property
+    def runs(self) -> tuple[tuple[LayerRun, ...], ...]:
+        """Of each plane, in the order of its group, the layers that have it, cut where strides change."""
+        found: list[tuple[LayerRun, ...]] = []
+        for plane in range(max(map(len, self.planes))):
+            storages = [(layer, planes[plane]) for layer, planes in enumerate(self.planes) if plane < len(planes)]
+            # Layers in a row have the same difference to their place in the list.
+            numbered = [
+                (layer - place, storage.view.shape, storage.strides, layer, storage) for place, (layer, storage) in enumerate(storages)
+            ]
+            runs = (list(run) for _, run in groupby(numbered, key=itemgetter(0, 1, 2)))
+            found.append(tuple(LayerRun(run[0][3], tuple(one[4] for one in run)) for run in runs))
+        return tuple(found)
 
     def _layer_planes(self, group: KVGroup, want: tuple[StoredArray, ...], arrays: tuple[np.ndarray, ...]) -> tuple[PlaneStorage, ...]:
         views = {

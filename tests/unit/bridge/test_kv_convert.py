@@ -13,6 +13,7 @@ from pddbridge.kv_convert import KVPool, read_block, read_blocks, write_block
 from pddbridge.kv_layout import KVLayout, head_major, interleaved_heads, shard_heads, token_major
 from pddbridge.kv_spec import HeadRange, KVSpec, LayerRange, TokenRange
 from tests.support.kv import canary_pool, coded_planes, fill_slowly, same_pools
+from tests.support.movers import moved_by as moved_by
 
 
 @given(st.integers(1, 4), st.integers(0, 9), st.integers(1, 4), st.integers(8, 400))

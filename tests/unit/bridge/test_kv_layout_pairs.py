@@ -20,6 +20,7 @@ from pddbridge.kv_layout_catalogue import GQA_LAYOUTS, MLA_LAYOUTS, with_scales
 from pddbridge.kv_shards import read_shards, write_shards
 from pddbridge.kv_spec import KV_DTYPES, HeadRange, KVSpec, LayerRange, TokenRange
 from tests.support.kv import bits, canary_pool, fill_slowly, random_planes, same_pools
+from tests.support.movers import moved_by as moved_by
 
 PAGE_SIZES = (1, 8, 12, 16, 32, 128)
 SHARDS = (1, 2, 3, 4, 8)

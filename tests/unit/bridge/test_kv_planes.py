@@ -18,6 +18,7 @@ from pddbridge.kv_spec import KV_DTYPES, HeadRange, KVGroup, KVPlane, KVSpec, La
 from pddbridge.kv_transfer import Admission, Receiver, ReceiverState
 from pddbridge.kv_wire import DTYPE_CODES, block_of, decode_frame_header, empty_values, encode_frame_header, frame_of, payload_view
 from tests.support.kv import canary_pool, fill_slowly, random_planes, same_pools
+from tests.support.movers import moved_by as moved_by
 from tests.support.specs import llama_spec
 
 INT8 = KVSpec.gqa_scaled(2, 3, 8, "int8", scales_per_head=2)

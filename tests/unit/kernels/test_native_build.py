@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pddbridge import native_build
 from pddkernels.native import build
 from pddkernels.native.build import NO_COMPILER, NOT_COMPILED, NativeUnavailableError
 
@@ -20,18 +21,25 @@ def test_a_library_is_built_once_per_cache_directory(tmp_path: Path, monkeypatch
     first = load(str(cache))
     (library,) = cache.iterdir()
     built = library.stat().st_mtime_ns
-    monkeypatch.setattr(build, "_build", lambda *arguments: pytest.fail("built again"))
+    monkeypatch.setattr(native_build, "_build", lambda *arguments: pytest.fail("built again"))
     assert load(str(cache)).pdd_span() == first.pdd_span()
     assert library.stat().st_mtime_ns == built
 
 
-def test_other_sources_headers_or_flags_are_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_sources_headers_or_flags_are_another_library(tmp_path: Path) -> None:
     compiler = shutil.which("g++") or ""
-    keys = [build._key(compiler, build._FLAGS, tmp_path), build._key(compiler, (*build._FLAGS, "-DOTHER"), tmp_path)]
-    (tmp_path / "one.cpp").write_text("")
-    keys.append(build._key(compiler, build._FLAGS, tmp_path))
-    monkeypatch.setattr(build, "_HERE", tmp_path)  # the headers that all sources may include
-    keys.append(build._key(compiler, build._FLAGS, tmp_path))
+    sources, headers = tmp_path / "sources", tmp_path / "headers"
+    sources.mkdir()
+    headers.mkdir()
+
+    def key(*flags: str) -> str:
+        return native_build._key(compiler, (*native_build._FLAGS, *flags), sources, headers)
+
+    keys = [key(), key("-DOTHER")]
+    (sources / "one.cpp").write_text("")
+    keys.append(key())
+    (headers / "all.h").write_text("")  # all sources may include it
+    keys.append(key())
     assert len(set(keys)) == 4
 
 
@@ -53,7 +61,7 @@ def test_a_failing_compiler_has_a_name_and_leaves_nothing(tmp_path: Path, monkey
 
 
 def test_a_file_that_is_no_library_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "_key", lambda compiler, flags, sources: "key")
+    monkeypatch.setattr(native_build, "_key", lambda *arguments: "key")
     (tmp_path / "native-key.so").write_bytes(b"")
     with pytest.raises(NativeUnavailableError) as caught:
         load(str(tmp_path))

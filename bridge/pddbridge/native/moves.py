@@ -1,0 +1,51 @@
+"""Units moved between pages and wire by one call for all of a conversion: past the caches where they would only be in the way."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from pddbridge.native_build import NativeUnavailableError, compiled
+
+# As in moves.cpp.
+MOVE: Final = np.dtype(
+    [
+        *(("first_layer", np.int64), ("num_layers", np.int64), ("places", np.int64), ("offset", np.int64)),
+        *(("wire", np.int64), ("layer_bytes", np.int64), ("which", np.int64), ("num", np.int64), ("unit_bytes", np.int64)),
+    ]
+)
+# A conversion to the wire of so much goes past the caches: it would not find its beginning there. A smaller one is sent from them.
+_STREAMED_READ_BYTES: Final = 16 << 20
+# Pages are read again by attention, among so many others that they are in no cache by then.
+_STREAMED_WRITE_BYTES: Final = 64 << 10
+
+
+class NativeMoves:
+    """Any thread. Raises NativeUnavailableError: see :func:`pddbridge.native_build.compiled`, also for ``cache_dir``."""
+
+    def __init__(self, cache_dir: str | None) -> None:
+        self._moves = _load(cache_dir).pdd_moves
+        self._moves.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int)
+        self._moves.restype = None
+
+    def make(self, moves: np.ndarray, num_bytes: int, *, to_wire: bool) -> None:
+        """``moves`` [N] of ``MOVE``, contiguous, ``num_bytes`` in all: what they point to is checked and kept by the caller."""
+        streams = num_bytes >= (_STREAMED_READ_BYTES if to_wire else _STREAMED_WRITE_BYTES)
+        self._moves(moves.ctypes.data, len(moves), to_wire, streams)
+
+
+def native_moves(cache_dir: str | None) -> tuple[NativeMoves | None, dict[str, int]]:
+    """For a :class:`pddbridge.kv_pool.KVPool`. None, and why as a counted fallback, where they cannot be compiled."""
+    try:
+        return NativeMoves(cache_dir), {}
+    except NativeUnavailableError as error:
+        return None, {error.reason: 1}
+
+
+@functools.cache
+def _load(cache_dir: str | None) -> ctypes.CDLL:
+    return compiled("kv-moves", Path(__file__).parent, (), cache_dir)
