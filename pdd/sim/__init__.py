@@ -1,0 +1,1 @@
+"""A deployment under a virtual clock: the live system's policy functions over modelled engines, caches and links (`pdd sim`)."""

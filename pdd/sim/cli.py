@@ -1,0 +1,79 @@
+"""The options of `pdd sim`."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from pdd.cli_common import fail, wide_console, writable
+
+
+def sim(
+    config: Annotated[Path, typer.Option("--config", help="what is simulated (YAML)")],
+    workload: Annotated[Path, typer.Option("--workload", help="its traffic (YAML)")],
+    num_requests: Annotated[int | None, typer.Option("--num-requests", min=1, help="instead of the workload's")] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare/--alone", help="beside it: the same without relay, and over a link within one site")
+    ] = True,
+    collapse: Annotated[bool, typer.Option("--collapse", help="beside it: what is relayed stays on the relay to its end")] = False,
+    seed: Annotated[int, typer.Option(help="of the traffic")] = 0,
+    slo_ttft_s: Annotated[float | None, typer.Option(help="what a good request keeps")] = None,
+    slo_tpot_s: Annotated[float | None, typer.Option(help="what a good request keeps")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", callback=writable, help="write the report here")] = None,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", callback=writable, help="relay load and hit rates over time (PNG or SVG)")
+    ] = None,
+) -> None:
+    """Simulate a deployment with the live system's policies. Equal arguments give equal bytes of report."""
+    from pdd.sim.config import load_sim_config
+    from pdd.sim.run import Report, simulate
+    from pdd.sim.workload import load_workload
+
+    console = wide_console()
+    try:
+        spec = load_sim_config(config).spec()
+        traffic = load_workload(workload)
+    except ValueError as error:
+        raise fail(error, 2) from error
+    if num_requests is not None:
+        traffic = traffic.model_copy(update={"num_requests": num_requests})
+    subjects = {"pdd": spec}
+    if compare:
+        near = replace(spec.link, rate_bytes_s=spec.local_bytes_s, rtt_s=0.0, flow_bytes_s=None)
+        subjects = {
+            "same_site": replace(spec, rule="direct", relay=None, link=near),
+            "cross_site": replace(spec, rule="direct", relay=None),
+            **subjects,
+        }
+    if collapse:
+        subjects["relay_to_end"] = replace(spec, rule="relay_to_end")
+    figures: dict[str, dict[str, object]] = {}
+    reports: dict[str, Report] = {}
+    started_s = time.process_time()
+    for name, subject in subjects.items():
+        reports[name], figures[name] = simulate(subject, traffic, seed, slo_ttft_s, slo_tpot_s)
+    took_s = time.process_time() - started_s
+    table = Table(title=f"{traffic.num_requests} requests, seconds as P50 / P90 / P99")
+    for column in ("", "TTFT", "E2E", "TPOT", "requests/s", "relay share", "link use", "hits at prefill, main", "pipelines"):
+        table.add_column(column)
+    for name, found in figures.items():
+        cells = [" / ".join(f"{found[key][p]:.3g}" for p in ("p50", "p90", "p99")) for key in ("ttft_s", "e2e_s", "tpot_s")]  # type: ignore[index]
+        hits = f"{found['prefill_hit_rate']:.1%}, {found['main_hit_rate']:.1%}"
+        shares = (f"{found['relay_share']:.1%}", f"{found['link_use']:.0%}")
+        table.add_row(name, *cells, f"{found['requests_per_s']:.3g}", *shares, hits, str(found["pipelines"]))
+    console.print(table)
+    console.print(f"{len(subjects) * traffic.num_requests / max(took_s, 1e-9):,.0f} requests simulated per second of CPU")
+    if json_file is not None:
+        samples = {name: [asdict(sample) for sample in report.samples] for name, report in reports.items()}
+        content = {name: {**found, "samples": samples[name]} for name, found in figures.items()}
+        json_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    if plot_file is not None:
+        from pdd.sim.plot import save_plot
+
+        save_plot(reports, plot_file)

@@ -1,0 +1,136 @@
+"""The YAML that `pdd sim` reads: workers by chip and model of the catalogue, or by costs of their own. Owns its validation."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from pdd.plan.catalogue import chip, model
+from pdd.plan.roofline import Efficiency, engine_cost, kv_tokens
+from pdd.policy_config import PolicyConfig
+from pdd.sim.costs import EngineCost
+from pdd.sim.spec import LinkSpec, RoleSpec, Rule, SystemSpec
+from pdd.strict_model import StrictModel
+
+Positive = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class SimRole(StrictModel):
+    """``chip`` and ``num_chips`` of each worker, with the config's model; or ``cost``, seconds as :class:`pdd.sim.costs.EngineCost` has
+    them. ``cache_tokens``: None: what fits beside the weights.
+    """
+
+    count: Count
+    chip: str | None = None
+    num_chips: Count = 1
+    cost: dict[str, float] | None = None
+    max_rows: Count = 64
+    cache_tokens: Count | None = None
+    threads: Count = 1
+    step_tokens: Count = 8192
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> SimRole:
+        if (self.chip is None) == (self.cost is None):
+            raise ValueError("either chip or cost must be given")
+        if self.cost is not None:
+            names = [field.name for field in fields(EngineCost)]
+            if set(self.cost) != set(names):
+                raise ValueError(f"cost: given {sorted(self.cost)}, needed {sorted(names)}")
+            if self.cache_tokens is None:
+                raise ValueError("cache_tokens: needed with cost")
+        return self
+
+
+class SimLink(StrictModel):
+    """``flow_gbit_s``: that one transfer gets at most (loss, round trip, connections)."""
+
+    rate_gbit_s: Positive
+    rtt_ms: Annotated[float, Field(ge=0)]
+    flow_gbit_s: Positive | None = None
+    schedule: Literal["fair", "shortest"] = "shortest"
+
+
+class SimEfficiency(StrictModel):
+    """See :class:`pdd.plan.roofline.Efficiency`."""
+
+    prefill_flops: Share = Efficiency.prefill_flops
+    decode_flops: Share = Efficiency.decode_flops
+    memory: Share = Efficiency.memory
+    step_s: Annotated[float, Field(ge=0)] = Efficiency.step_s
+    spare_memory: Annotated[float, Field(ge=0, lt=1)] = Efficiency.spare_memory
+
+
+class SimConfig(StrictModel):
+    """``local_gbit_s``: from prefill to relay within the site. Everything else as :class:`pdd.sim.spec.SystemSpec` says."""
+
+    model: str | None = None
+    kv_bytes_per_token: Positive | None = None
+    prefill: SimRole
+    relay: SimRole | None = None
+    main: SimRole
+    link: SimLink
+    local_gbit_s: Positive = 200.0
+    policy: PolicyConfig = PolicyConfig()
+    rule: Rule = "pdd"
+    host_cores: Positive | None = None
+    overhead_s: Annotated[float, Field(ge=0)] = 0.0
+    efficiency: SimEfficiency = SimEfficiency()
+
+    @model_validator(mode="after")
+    def _complete(self) -> SimConfig:
+        roles = [role for role in (self.prefill, self.relay, self.main) if role is not None]
+        if self.model is None and any(role.chip is not None for role in roles):
+            raise ValueError("model: needed for workers that are given by their chip")
+        if self.model is None and self.kv_bytes_per_token is None:
+            raise ValueError("kv_bytes_per_token: needed without a model of the catalogue")
+        return self
+
+    def spec(self) -> SystemSpec:
+        """Raises ValueError for a chip or model that is not in the catalogue, and for a model that does not fit."""
+        kv_bytes = self.kv_bytes_per_token if self.kv_bytes_per_token is not None else model(self.model or "").kv_bytes_per_token
+        flow = None if self.link.flow_gbit_s is None else self.link.flow_gbit_s * 1e9 / 8
+        return SystemSpec(
+            prefill=self._role("prefill", self.prefill),
+            relay=None if self.relay is None else self._role("relay", self.relay),
+            main=self._role("main", self.main),
+            link=LinkSpec(self.link.rate_gbit_s * 1e9 / 8, self.link.rtt_ms / 1e3, flow, self.link.schedule),
+            kv_bytes_per_token=kv_bytes,
+            local_bytes_s=self.local_gbit_s * 1e9 / 8,
+            policy=self.policy,
+            rule=self.rule,
+            host_cores=self.host_cores,
+            overhead_s=self.overhead_s,
+        )
+
+    def _role(self, name: str, role: SimRole) -> RoleSpec:
+        if role.cost is not None:
+            assert role.cache_tokens is not None
+            return RoleSpec(role.count, EngineCost(**role.cost), role.max_rows, role.cache_tokens, role.threads, role.step_tokens)
+        assert role.chip is not None
+        assert self.model is not None
+        efficiency = Efficiency(**self.efficiency.model_dump())
+        of, what = chip(role.chip), model(self.model)
+        room = kv_tokens(of, role.num_chips, what, efficiency)
+        if room == 0:
+            raise ValueError(f"{name}: {self.model} does not fit the memory of {role.num_chips} x {role.chip}")
+        cost = engine_cost(of, role.num_chips, what, efficiency)
+        return RoleSpec(role.count, cost, role.max_rows, role.cache_tokens or room, role.threads, role.step_tokens)
+
+
+def load_sim_config(path: Path) -> SimConfig:
+    """Raises ValueError, one line per mistake."""
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return SimConfig.model_validate(raw)
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"config {path}: {' '.join(str(error).split())}") from error
+    except ValidationError as error:
+        lines = [f"config {path}: {'.'.join(str(part) for part in e['loc']) or 'top level'}: {e['msg']}" for e in error.errors()]
+        raise ValueError("\n".join(lines)) from error

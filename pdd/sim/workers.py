@@ -1,0 +1,66 @@
+"""Modelled workers: rows, a prefix cache, an engine whose pace follows its cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import simpy
+
+from pdd.policy.routing import RoutingLimits, WorkerLoad, choose_worker
+from pdd.roles import Role
+from pdd.sim.cache import PrefixCache, Prompt
+from pdd.sim.server import Host, Queue, SharedServer
+from pdd.sim.spec import RoleSpec
+
+
+class Worker:
+    """``held``: requests that have a row or wait for one, as a coordinator counts them."""
+
+    def __init__(self, env: simpy.Environment, name: str, role: Role, spec: RoleSpec, host: Host | None) -> None:
+        self.name = name
+        self.role = role
+        self.spec = spec
+        self.held = 0
+        self.cache = PrefixCache(spec.cache_tokens)
+        self.rows = Queue(env, 1 if role == "prefill" else spec.max_rows)
+        self._host = host
+        self.engine = SharedServer(env, self._prefill_pace if role == "prefill" else self._decode_pace)
+        if host is not None:
+            host.add(self.engine, spec.threads)
+
+    @property
+    def _speed(self) -> float:
+        return 1.0 if self._host is None else self._host.speed
+
+    def _prefill_pace(self, num_jobs: int, _: float) -> float:
+        return self._speed  # one prompt at a time, work in seconds
+
+    def _decode_pace(self, num_jobs: int, context_tokens: float) -> float:
+        return self._speed / self.spec.cost.step(num_jobs, context_tokens)  # tokens per second of each row
+
+    def step_s(self, more_context: float) -> float:
+        """Of a decode step with one more row."""
+        return self.spec.cost.step(self.engine.num_jobs + 1, self.engine.weight + more_context) / self._speed
+
+
+class Fleet:
+    """The workers of one role, chosen from by the live system's routing."""
+
+    def __init__(self, env: simpy.Environment, role: Role, spec: RoleSpec, host: Host | None) -> None:
+        self.role = role
+        self.workers = [Worker(env, f"{role}-{index}", role, spec, host) for index in range(spec.count)]
+        self._by_name = {worker.name: worker for worker in self.workers}
+        self._limits = RoutingLimits()
+
+    def route(self, prompt: Prompt) -> Worker:
+        """Prefix affinity that yields to load. What a worker holds stands for what it was sent, which is what a coordinator remembers."""
+        if len(self.workers) == 1:
+            return self.workers[0]
+        loads = [WorkerLoad(w.name, self.role, True, w.held, w.spec.max_rows, w.cache.peek_tokens(prompt.chain)) for w in self.workers]
+        chosen = choose_worker(loads, self.role, limits=self._limits)
+        assert chosen is not None
+        return self._by_name[chosen.name]
+
+
+def num_running(workers: Sequence[Worker]) -> int:
+    return sum(worker.engine.num_jobs for worker in workers)

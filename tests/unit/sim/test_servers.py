@@ -1,0 +1,135 @@
+"""Shared servers, links and caches of the simulator against brute force."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import simpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdd.sim.cache import PrefixCache
+from pdd.sim.link import FairLink, ShortestLink
+from pdd.sim.server import Host, SharedServer
+
+Jobs = Sequence[tuple[float, float]]  # (arrival, work), in order of arrival
+_JOBS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 30)), min_size=1, max_size=8).map(
+    lambda jobs: sorted((float(arrival), float(work)) for arrival, work in jobs)
+)
+
+
+def _simulated(jobs: Jobs, serve: SharedServer | FairLink | ShortestLink, env: simpy.Environment) -> list[float]:
+    ends = [0.0] * len(jobs)
+
+    def one(index: int, arrival: float, work: float) -> object:
+        yield env.timeout(arrival)
+        job = serve.add(work) if isinstance(serve, SharedServer) else serve.send(work)
+        yield job.done
+        ends[index] = env.now
+
+    for index, (arrival, work) in enumerate(jobs):
+        env.process(one(index, arrival, work))  # type: ignore[arg-type]
+    env.run()
+    return ends
+
+
+def _brute(jobs: Jobs, rate_of_each: float, total: float, shortest: bool) -> list[float]:
+    """From event to event: all alike, each at most ``rate_of_each``; or the shortest first, as many as the total allows."""
+    left = [work for _, work in jobs]
+    ends = [0.0] * len(jobs)
+    now = 0.0
+    while any(work > 1e-9 for work in left):
+        here = [i for i, (arrival, _) in enumerate(jobs) if arrival <= now and left[i] > 1e-9]
+        coming = [arrival for arrival, _ in jobs if arrival > now]
+        if shortest:
+            here = sorted(here, key=lambda i: (left[i], i))[: max(1, round(total / rate_of_each))]
+        rate = rate_of_each if shortest else min(rate_of_each, total / max(1, len(here)))
+        steps = [left[i] / rate for i in here] + [arrival - now for arrival in coming]
+        step = min(steps)
+        for i in here:
+            left[i] -= step * rate
+            if left[i] <= 1e-9:
+                left[i] = 0.0
+                ends[i] = now + step
+        now += step
+    return ends
+
+
+@settings(max_examples=150, deadline=None)
+@given(_JOBS)
+def test_a_shared_server_serves_all_alike(jobs: Jobs) -> None:
+    env = simpy.Environment()
+    assert _simulated(jobs, SharedServer(env, lambda n, _: 2.0 / n), env) == pytest.approx(_brute(jobs, 2.0, 2.0, shortest=False))
+
+
+@settings(max_examples=150, deadline=None)
+@given(_JOBS, st.sampled_from([None, 1.0]))
+def test_a_fair_link_gives_each_at_most_a_flow(jobs: Jobs, flow: float | None) -> None:
+    env = simpy.Environment()
+    link = FairLink(env, 2.0, flow)
+    assert _simulated(jobs, link, env) == pytest.approx(_brute(jobs, flow or 2.0, 2.0, shortest=False))
+    assert link.sent_bytes == pytest.approx(sum(work for _, work in jobs))
+    assert (link.queued_bytes, link.num_transfers) == (0.0, 0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(_JOBS, st.sampled_from([None, 1.0]))
+def test_the_shortest_goes_first(jobs: Jobs, flow: float | None) -> None:
+    env = simpy.Environment()
+    link = ShortestLink(env, 2.0, flow)
+    simulated, brute = _simulated(jobs, link, env), _brute(jobs, flow or 2.0, 2.0, shortest=True)
+    assert sorted(simulated) == pytest.approx(sorted(brute))  # among equals the order is free
+    assert link.sent_bytes == pytest.approx(sum(work for _, work in jobs))
+
+
+def test_what_is_cancelled_gives_way_and_says_what_it_got() -> None:
+    env = simpy.Environment()
+    server = SharedServer(env, lambda n, _: 1.0 / n)
+    long, short = server.add(10.0), server.add(4.0)
+    env.run(until=4.0)
+    assert server.cancel(long) == pytest.approx(2.0)
+    env.run(until=short.done)
+    assert env.now == pytest.approx(6.0)
+    assert not long.done.triggered
+    assert server.cancel(short) == pytest.approx(4.0)
+    assert server.num_jobs == 0
+
+
+def test_engines_of_one_host_share_its_cores() -> None:
+    env = simpy.Environment()
+    host = Host(2)
+    first, second = (SharedServer(env, lambda n, _: host.speed / n) for _ in range(2))
+    host.add(first, threads=2)
+    host.add(second, threads=2)
+    a = first.add(3.0)
+    env.run(until=1.0)
+    b = second.add(1.0)  # from here both want two cores: each gets half
+    env.run(until=a.done)
+    assert env.now == pytest.approx(4.0)
+    assert b.done.triggered
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 4), st.lists(st.integers(0, 2), min_size=1, max_size=4)), max_size=30))
+def test_a_cache_hits_no_more_than_was_put_and_keeps_to_its_size(puts: list[tuple[int, list[int]]]) -> None:
+    cache = PrefixCache(60)
+    seen: set[tuple[tuple[int, ...], int]] = set()
+    for _, path in puts:
+        chain = tuple((tuple(path[: depth + 1]), 7) for depth in range(len(path)))
+        hit = cache.hit_tokens(chain)
+        longest = max((len(chain[: n + 1]) for n in range(len(chain)) if chain[n] in seen), default=0)
+        assert hit <= 7 * longest
+        cache.put(chain)
+        seen.update(chain)
+        assert cache.num_tokens <= max(60, 7)
+        assert cache.peek_tokens(chain[:1]) == 7  # the beginning of what came last is never what leaves
+
+
+def test_a_part_that_grows_is_hit_as_far_as_it_was_put() -> None:
+    cache = PrefixCache(1000)
+    cache.put((("s", 10), ("a", 5)))
+    assert cache.hit_tokens((("s", 10), ("a", 9))) == 15
+    assert cache.hit_tokens((("s", 20), ("a", 5))) == 10
+    cache.put((("s", 10), ("a", 9)))
+    assert cache.num_tokens == 19
