@@ -118,7 +118,7 @@ class BeginRun:
                 parts.kv_arrived(holder)
         if not targets:
             return
-        worker = parts.context.pool.route("prefill")
+        worker = parts.context.pool.route("prefill", request=parts.request)
         if worker is None:
             self._failover.fail_over("prefill_lost", "no prefill worker is ready", main_died=False)
             return

@@ -25,6 +25,7 @@ from pdd.serving.run_request import RequestRun
 from pdd.serving.shared_prompts import SharedPrompts
 from pdd.serving.text.model import TextModel
 from pdd.serving.timeline import TimelineRecorder
+from pdd.serving.worker_metrics import WorkerCollector
 from pdd.serving.worker_pool import WorkerPool
 from pddbridge.sampling_params import TokenRecord
 
@@ -60,9 +61,8 @@ class Coordinator:
         self._decisions = DecisionLog(config.policy.num_decisions_kept, config.policy.ttft_target_s, learned, policy_metrics)
         self._context = RunContext(config, pool, links, metrics, prompts, learned, self._background)
         self._running: dict[str, asyncio.Task[None]] = {}
-        for worker in pool.workers:
-            metrics.worker_ready.labels(worker.name).set_function(worker.readiness)
-        metrics.registry.register(LinkCollector(pool.workers))
+        metrics.registry.register(WorkerCollector(pool))
+        metrics.registry.register(LinkCollector(pool))
 
     @property
     def limits(self) -> Limits:

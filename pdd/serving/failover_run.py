@@ -89,7 +89,7 @@ class FailoverRun:
         """Main joins a request that a relay has begun."""
         parts = self._parts
         parts.awaits_shared = False
-        worker = parts.context.pool.route("main", preferred=parts.share.main)
+        worker = parts.context.pool.route("main", preferred=parts.share.main, request=parts.request)
         if worker is None:
             self.fail_over("main_lost", "no main worker is ready", main_died=False)
         else:
@@ -102,9 +102,9 @@ class FailoverRun:
         parts = self._parts
         excluded = self._recomputed_on
         pool = parts.context.pool
-        worker = pool.route("main", excluded)
+        worker = pool.route("main", excluded, request=parts.request)
         if worker is None and not behind_relay:
-            worker = pool.route("relay", excluded)
+            worker = pool.route("relay", excluded, request=parts.request)
         if worker is None or not parts.context.config.policy.fallback_recompute:
             if behind_relay:
                 return

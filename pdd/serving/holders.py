@@ -10,9 +10,9 @@ from typing import Literal
 
 from pdd.errors import Code, PddError
 from pdd.policy.failover import HolderState
+from pdd.serving.pooled_worker import PooledWorker
 from pdd.serving.request import GenerationRequest, Origin
 from pdd.serving.worker_events import Event, Reserved
-from pdd.serving.worker_pool import PooledWorker
 from pdd.serving.worker_stream import WorkerStream
 from pddbridge.rpc.convert import params_to_proto
 from pddbridge.rpc.gen import worker_pb2
@@ -20,6 +20,7 @@ from pddbridge.rpc.gen import worker_pb2
 Part = Literal["prefill", "relay", "main"]
 # How long the end of a request waits for its streams to end before they are cancelled and left.
 RELEASE_TIMEOUT_S = 2.0
+MAX_ATTEMPTS = 12
 
 
 @dataclass(eq=False)
@@ -68,8 +69,10 @@ class Attach:
 class Holders:
     """All holders of one request. Every wait ends at the request's deadline."""
 
-    def __init__(self, request: GenerationRequest) -> None:
-        self._request = request
+    def __init__(self, request: GenerationRequest, max_attempts: int = MAX_ATTEMPTS) -> None:
+        """``max_attempts``: workers that may be opened over the request's life, so that failures cannot feed on themselves."""
+        self.request = request
+        self._max_attempts = max_attempts
         self._deadline = time.monotonic() + request.timeout_s
         self._inbox: asyncio.Queue[tuple[Holder, Event]] = asyncio.Queue()
         self._held: dict[Holder, asyncio.Task[None]] = {}
@@ -77,17 +80,19 @@ class Holders:
         self._num_opened = 0
 
     def open(self, worker: PooledWorker, attach: Attach) -> Holder:
-        """Returns at once; what becomes of it arrives through ``next``."""
+        """Returns at once; what becomes of it arrives through ``next``. Raises PddError UNAVAILABLE after too many."""
+        if self._num_opened >= self._max_attempts:
+            raise PddError(Code.UNAVAILABLE, f"given up after {self._num_opened} attempts on workers")
         remaining_s = self.remaining_s
         stream = worker.attach(remaining_s)
         holder = Holder(attach.part, worker, stream, attach.computes)
         stream.open(
             worker_pb2.Open(
                 # Unique on every worker: a second attach may reach a worker that has not yet forgotten the first.
-                request_id=f"{self._request.request_id}.{self._num_opened}",
-                tenant=self._request.tenant,
-                prompt_ids=self._request.prompt_ids,
-                sampling=params_to_proto(self._request.sampling),
+                request_id=f"{self.request.request_id}.{self._num_opened}",
+                tenant=self.request.tenant,
+                prompt_ids=self.request.prompt_ids,
+                sampling=params_to_proto(self.request.sampling),
                 kv_source=worker_pb2.KV_SOURCE_COMPUTE if attach.computes else worker_pb2.KV_SOURCE_TRANSFER,
                 push_to=attach.push_to,
                 decode=attach.decode,
@@ -98,7 +103,6 @@ class Holders:
             )
         )
         self._num_opened += 1
-        worker.num_held += 1
         self._held[holder] = asyncio.create_task(self._listen(holder))
         return holder
 
@@ -122,7 +126,7 @@ class Holders:
     def check_deadline(self) -> None:
         """Raises PddError DEADLINE_EXCEEDED once the request's time is over."""
         if time.monotonic() >= self._deadline:
-            raise PddError(Code.DEADLINE_EXCEEDED, f"not finished after {self._request.timeout_s:g} s")
+            raise PddError(Code.DEADLINE_EXCEEDED, f"not finished after {self.request.timeout_s:g} s")
 
     def tell(self, holder: Holder, event: Event) -> None:
         """Put ``event`` behind those that ``holder`` sent."""
@@ -167,8 +171,9 @@ class Holders:
     async def _listen(self, holder: Holder) -> None:
         try:
             async for event in holder.stream.events():
+                holder.worker.heard(holder.stream, event)
                 self._inbox.put_nowait((holder, event))
         finally:
             holder.stream.abort()
-            holder.worker.num_held -= 1
+            holder.worker.detach(holder.stream)
             del self._held[holder]

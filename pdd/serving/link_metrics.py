@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from pdd.serving.worker_pool import PooledWorker
+from pdd.serving.worker_pool import WorkerPool
 from pddbridge.rpc.gen import worker_pb2
 
 _LABELS = ("worker", "receiver", "link")
@@ -16,8 +16,8 @@ _LABELS = ("worker", "receiver", "link")
 class LinkCollector(Collector):
     """Gauges per sending worker, receiver and link. What was not measured yet is absent."""
 
-    def __init__(self, workers: Sequence[PooledWorker]) -> None:
-        self._workers = workers
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         goodput = GaugeMetricFamily("pdd:link_goodput_bytes_per_second", "KV as stored, while frames were in flight", labels=_LABELS)
@@ -27,7 +27,7 @@ class LinkCollector(Collector):
         ratio = GaugeMetricFamily(
             "pdd:link_coding_ratio", "KV as stored over payloads, by the codec of the latest push", labels=(*_LABELS, "codec")
         )
-        for worker in self._workers:
+        for worker in self._pool.workers:
             for state in worker.info.links:
                 labels = (worker.name, state.receiver, state.link)
                 queued.add_metric(labels, state.queued_bytes)

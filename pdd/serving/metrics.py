@@ -44,7 +44,6 @@ class Metrics:
         self.fallbacks = Counter("pdd:fallbacks", "Departures from the planned path", ["reason"], registry=r)
         self.requests = Counter("pdd:requests", "Requests ended: stop, length, cancelled or an error code", ["outcome"], registry=r)
         self.loop_lag_s = Histogram("pdd:event_loop_lag_seconds", "How late a timer woke", buckets=BOUNDS_S, registry=r)
-        self.worker_ready = Gauge("pdd:worker_ready", "1 when the worker answers and is warmed up", ["worker"], registry=r)
 
     def token(self, origin: Origin, gap_s: float | None) -> None:
         self.generation_tokens.labels(origin).inc()

@@ -26,11 +26,11 @@ async def score_prompt(request: GenerationRequest, pool: WorkerPool) -> tuple[To
     records = [TokenRecord(request.prompt_ids[0])]
     if len(request.prompt_ids) == 1:
         return tuple(records)
-    holders = Holders(request)
+    holders = Holders(request, pool.survival.max_attempts)
     try:
         tried: frozenset[str] = frozenset()
         while len(records) < len(request.prompt_ids):
-            worker = pool.route("prefill", tried)
+            worker = pool.route("prefill", tried, request=request)
             if worker is None:
                 raise PddError(Code.UNAVAILABLE, "prompt log-probabilities: no prefill worker is left to compute them")
             tried |= {worker.name}

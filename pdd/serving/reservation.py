@@ -43,7 +43,7 @@ async def reserve(
     Raises PddError when main refuses the request, or at the deadline.
     """
     result = Reservation()
-    relay_worker = pool.route("relay", preferred=share.relay) if may_relay else None
+    relay_worker = pool.route("relay", preferred=share.relay, request=holders.request) if may_relay else None
     if relay_worker is not None:
         result.relay_running, result.relay_capacity = relay_worker.num_held, relay_worker.info.max_rows
         full = result.relay_running >= result.relay_capacity
@@ -55,7 +55,7 @@ async def reserve(
         result.relay_state = "lost"
         result.losses.append(("relay", "no relay worker is ready"))
     if with_main:
-        main_worker = pool.route("main", preferred=share.main)
+        main_worker = pool.route("main", preferred=share.main, request=holders.request)
         if main_worker is None:
             result.losses.append(("main", "no main worker is ready"))
         else:

@@ -48,7 +48,7 @@ class RequestRun:
             context,
             acceptor,
             timeline,
-            Holders(request),
+            Holders(request, context.config.survival.max_attempts),
             HandoffRun(forced_handoff, policy.catch_up_chunk, wish.handoff_at, timeline),
             context.prompts.join(request.tenant, request.prompt_ids),
         )

@@ -4,19 +4,58 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Sequence
 
 import grpc
 import grpc.aio
 
 from pdd.errors import Code
-from pdd.serving.worker_events import Event, Failed, code_from_name, event_from_proto
+from pdd.serving.worker_events import Event, Failed, KvComplete, Prefilled, Proposed, Sealed, code_from_name, event_from_proto
 from pddbridge.link_schedule import Priority
 from pddbridge.rpc.convert import priority_to_proto
 from pddbridge.rpc.gen import worker_pb2, worker_pb2_grpc
 
 # How long a worker may take to end its side after ours is closed, before the call is cancelled.
 CLOSE_TIMEOUT_S = 1.0
+
+
+class TokenDebt:
+    """Whether a worker owes tokens, and since when nothing came. It does once the prompt's KV is there and it was told to decode, until it
+    has sealed. What may take long (a place, a prefill, a transfer) is no debt: there the worker's heartbeat and the deadline speak.
+    """
+
+    def __init__(self) -> None:
+        self._decodes = False
+        self._has_kv = False
+        self._since: float | None = None
+
+    def told(self, decode: bool, now: float) -> None:
+        """It was opened, or was given tokens of the log."""
+        self._decodes = self._decodes or decode
+        self._begin(now)
+
+    def heard(self, event: Event, now: float) -> None:
+        match event:
+            case Prefilled() | KvComplete():
+                self._has_kv = True
+            case Sealed():
+                self._decodes = False
+            case Proposed():
+                self._since = None
+            case _:
+                return
+        if not (self._decodes and self._has_kv):
+            self._since = None
+        self._begin(now)
+
+    def silent_s(self, now: float) -> float:
+        """For how long it has owed tokens and sent none; 0 where it owes none."""
+        return 0.0 if self._since is None else now - self._since
+
+    def _begin(self, now: float) -> None:
+        if self._decodes and self._has_kv and self._since is None:
+            self._since = now
 
 
 class WorkerStream:
@@ -29,13 +68,17 @@ class WorkerStream:
         self._commands: asyncio.Queue[worker_pb2.WorkerCommand | None] = asyncio.Queue()
         self._vocab_size = vocab_size
         self._closed = False
+        self._lost: Failed | None = None
+        self._debt = TokenDebt()
         self._call = stub.Attach(self._requests(), timeout=timeout_s)
 
     def open(self, command: worker_pb2.Open) -> None:
+        self._debt.told(command.decode, time.monotonic())
         self._send(worker_pb2.WorkerCommand(open=command))
 
     def ingest(self, position: int, token_ids: Sequence[int], decode: bool) -> None:
         """The next log positions; with ``decode`` the worker proposes from ``position + len(token_ids)`` on."""
+        self._debt.told(decode, time.monotonic())
         self._send(worker_pb2.WorkerCommand(ingest=worker_pb2.Ingest(position=position, token_ids=token_ids, decode=decode)))
 
     def set_priority(self, target: str, priority: Priority) -> None:
@@ -50,11 +93,14 @@ class WorkerStream:
         try:
             async for message in self._call:
                 event = event_from_proto(message, self._vocab_size)
+                self._debt.heard(event, time.monotonic())
                 yield event
                 if isinstance(event, Failed):
                     return
         except grpc.aio.AioRpcError as error:
-            if not self._closed:
+            if self._lost is not None and not self._closed:
+                yield self._lost
+            elif not self._closed:
                 # CANCELLED, and not by us: the worker's server is shutting down.
                 died = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
                 code = Code.UNAVAILABLE if died else code_from_name(error.code().name)
@@ -62,7 +108,10 @@ class WorkerStream:
             return
         except asyncio.CancelledError:
             # A call that we cancelled ourselves ends its readers this way; a reader that is cancelled from outside must see it.
-            if not self._closed:
+            task = asyncio.current_task()
+            if self._lost is not None and not self._closed and (task is None or not task.cancelling()):
+                yield self._lost
+            elif not self._closed:
                 raise
             return
         except ValueError as error:
@@ -70,6 +119,18 @@ class WorkerStream:
             return
         if not self._closed:
             yield Failed(Code.UNAVAILABLE, "the worker ended the stream", died=True)
+
+    @property
+    def silent_s(self) -> float:
+        """For how long the worker has owed tokens here and sent none."""
+        return self._debt.silent_s(time.monotonic())
+
+    def lose(self, failure: Failed) -> None:
+        """The worker will not be heard any more, though nothing has closed: ``failure`` is the last event, and the call is cancelled."""
+        if not self._closed and self._lost is None:
+            self._lost = failure
+            self._commands.put_nowait(None)
+            self._call.cancel()
 
     def abort(self) -> None:
         """End the stream at once, without waiting for anything. May be called in any state, any number of times."""

@@ -47,7 +47,9 @@ class Runtime:
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
-    """Answers from the start; takes requests between ``begin`` and ``end``. ``epoch``: drawn anew at every start of the process."""
+    """Answers from the start; takes requests between ``begin`` and ``end``. ``epoch``: drawn anew at every start of the process.
+    ``draining``: it is about to leave, and says so to whoever asks; what comes nevertheless is served.
+    """
 
     def __init__(self, name: str, epoch: int) -> None:
         self._name = name
@@ -56,6 +58,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._sessions: dict[str, Session] = {}
         self._lag = LagHistogram()
         self._watching: asyncio.Task[None] | None = None
+        self.draining = False
 
     @property
     def epoch(self) -> int:
@@ -109,6 +112,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             kv_links=runtime.traffic.links.offered,
             nixl_port=runtime.traffic.links.nixl_port,
             links=[_link_state(state) for state in runtime.traffic.links.states()],
+            step_age_s=runtime.step_loop.turn_age_s(),
+            max_step_tokens=facts.config.max_step_tokens,
+            draining=self.draining,
         )
 
     async def Ledger(self, request: worker_pb2.LedgerRequest, context: grpc.aio.ServicerContext) -> worker_pb2.LedgerReply:  # noqa: N802

@@ -76,6 +76,7 @@ class StepLoop:
         self._inbox: deque[m.Command] = deque()
         self._wake = threading.Condition()
         self._stopping = False
+        self._turn_began: float | None = None  # monotonic; None while it sleeps. Written by the step thread alone
         self._events: Events = []
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
 
@@ -111,6 +112,12 @@ class StepLoop:
         reply: Future[m.Snapshot] = Future()
         self.submit(m.TakeSnapshot(reply))
         return await asyncio.wrap_future(reply)
+
+    def turn_age_s(self) -> float:
+        """How long the step thread has been in its turn: some commands and one step; 0 while it sleeps. From any thread, at once: whether
+        it hangs can be told while it does."""
+        began = self._turn_began
+        return 0.0 if began is None else time.monotonic() - began
 
     def stop(self) -> None:
         """End after the step in flight. Does not wait."""
@@ -152,9 +159,12 @@ class StepLoop:
                     timeout = None if deadline is None else deadline - time.monotonic()
                     if timeout is not None and timeout <= 0:
                         break
+                    self._turn_began = None
                     self._wake.wait(timeout)
                 if self._stopping:
+                    self._turn_began = None
                     return
+                self._turn_began = time.monotonic()
             self._take_commands(executor)
             executor.expire(time.monotonic())
             executor.admit_waiting()

@@ -1,4 +1,4 @@
-"""Who goes on after a loss, and who takes a new request."""
+"""Who goes on after a loss."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import itertools
 import pytest
 
 from pdd.policy.failover import FailoverSnapshot, plan_failover
-from pdd.policy.routing import WorkerLoad, least_loaded
 
 
 @pytest.mark.parametrize(
@@ -36,18 +35,3 @@ def test_nobody_is_named_a_source_that_cannot_get_its_kv() -> None:
         state = {"main": main, "relay": relay, "nobody": "ready"}[plan.source]
         assert state == "ready" or (state == "awaiting" and prefill)
         assert plan.recompute == (plan.source == "nobody") or plan.source == "relay"
-
-
-def test_least_loaded_counts_shares_of_rows_and_skips_what_is_not_ready() -> None:
-    workers = [
-        WorkerLoad("m0", "main", True, 4, 16),
-        WorkerLoad("m1", "main", True, 3, 8),
-        WorkerLoad("m2", "main", False, 0, 8),
-        WorkerLoad("r0", "relay", True, 0, 8),
-    ]
-    assert least_loaded(workers, "main").name == "m0"
-    assert least_loaded(workers, "main", frozenset({"m0"})).name == "m1"
-    assert least_loaded(workers, "main", frozenset({"m0", "m1"})) is None
-    assert least_loaded(workers, "prefill") is None
-    ties = [WorkerLoad(name, "main", True, 1, 4) for name in ("b", "a")]
-    assert least_loaded(ties, "main").name == "a"
