@@ -20,10 +20,11 @@ class Code(Enum):
 
 
 class PddError(Exception):
-    """``field`` names the caller's field where one is to blame."""
+    """``field`` names the caller's field where one is to blame. ``retry_after_s``: when trying again may help, where that is known."""
 
-    def __init__(self, code: Code, message: str, field: str | None = None) -> None:
+    def __init__(self, code: Code, message: str, field: str | None = None, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
         self.field = field
+        self.retry_after_s = retry_after_s

@@ -52,8 +52,9 @@ class SecurityConfig(StrictModel):
         return self
 
     @property
-    def doors_encrypt(self) -> bool:
-        return self.door_cert is not None
+    def door_files(self) -> tuple[str, str] | None:
+        """Certificate and key of the doors; None: plaintext."""
+        return None if self.door_cert is None or self.door_key is None else (self.door_cert, self.door_key)
 
     def worker_files(self, name: str, site: str) -> TlsFiles | None:
         """Files of the process ``name``, a worker or the coordinator; None where worker_tls is off."""
@@ -73,7 +74,7 @@ class SecurityConfig(StrictModel):
             for field, host in workers:
                 if not is_loopback(host):
                     raise ValueError(f"{field}: {host!r} is not loopback, which needs {_CURE.format('worker_tls: mutual')}")
-        if not self.doors_encrypt and not is_loopback(doors):
+        if self.door_files is None and not is_loopback(doors):
             raise ValueError(f"serving.host: {doors!r} is not loopback, which needs {_CURE.format('door_cert and door_key')}")
 
 

@@ -1,4 +1,4 @@
-"""From the section ``security`` of a launch config to what servers, channels and KV links are given. Reads the files that it names, so it is
+"""From the section ``security`` of a launch config to what servers, channels and KV links are given. Reads the files that it names: it is
 for composition roots."""
 
 from __future__ import annotations
@@ -49,13 +49,12 @@ def to_worker(tls: RpcTls | None, place: WorkerPlace) -> ChannelTls | None:
 
 def door_tls(security: SecurityConfig) -> RpcTls | None:
     """For the front doors, which ask clients for keys and not for certificates; None: plaintext. Raises ValueError naming a file."""
-    if security.door_cert is None or security.door_key is None:
+    if security.door_files is None:
         return None
     found = []
-    for field in ("door_cert", "door_key"):
-        path = Path(str(getattr(security, field)))
+    for field, path in zip(("door_cert", "door_key"), security.door_files, strict=True):
         try:
-            found.append(path.read_bytes())
+            found.append(Path(path).read_bytes())
         except OSError as error:
             raise ValueError(f"security.{field}: cannot read {path}: {error.strerror}") from error
     return RpcTls(None, found[0], found[1])

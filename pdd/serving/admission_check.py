@@ -27,11 +27,12 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_SALT_CHARACTERS = 256
 MAX_BAD_WORDS = 256
+MAX_MESSAGES = 4096
 MAX_HANDOFF_AT = 2**31 - 1
 # "developer" is OpenAI's newer name of "system"; chat templates of open models know only the older one.
 TEMPLATE_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 NO_OVERRIDE = Override()
-TENANT = "default"  # set here and never by a client: without accounts everybody is one tenant, whom salts divide further
+TENANT = "default"  # everybody's, where no API keys are asked for
 
 
 class UnknownModelError(PddError):
@@ -112,8 +113,9 @@ class Wish:
     score_every_choice: bool = False
 
 
-async def admit(wish: Wish, front: Front) -> tuple[GenerationRequest, ...]:
-    """Requests in choice order: all choices of the first prompt, then of the second. Raises PddError naming the field.
+async def admit(wish: Wish, front: Front, tenant: str = TENANT) -> tuple[GenerationRequest, ...]:
+    """Requests in choice order: all choices of the first prompt, then of the second. Raises PddError naming the field. ``tenant``: of the
+    client's key; a salt divides its caches further, and reaches no other tenant's.
 
     Choice i of every prompt has ``choice_seed(seed, i)``, so a prompt's answer does not depend on its neighbours in the call; without a
     seed each prompt gets one from the operating system. Tokenizing runs in a thread: a long prompt does not hold up other streams.
@@ -127,7 +129,7 @@ async def admit(wish: Wish, front: Front) -> tuple[GenerationRequest, ...]:
     _check_stop_strings(wish)
     _check_override(wish.override, front.serving.allow_override)
     timeout_s = _timeout_s(wish.timeout_s, front.serving.request_timeout_s)
-    tenant = _tenant(wish.cache_salt)
+    namespace = _namespace(tenant, wish.cache_salt)
     bad_words = _bad_words(wish.bad_words, front)
     if wish.prompt_logprobs is not None and not 0 <= wish.prompt_logprobs <= MAX_LOGPROBS:
         raise refuse("prompt_logprobs", wish.prompt_logprobs, f"0 to {MAX_LOGPROBS}")
@@ -141,7 +143,7 @@ async def admit(wish: Wish, front: Front) -> tuple[GenerationRequest, ...]:
             requests.append(
                 GenerationRequest(
                     request_id=f"{wish.call_id}-{len(requests)}",
-                    tenant=tenant,
+                    tenant=namespace,
                     prompt_ids=prompt_ids,
                     sampling=sampling_params(replace(wish.sampling, bad_words=bad_words), choice_seed(prompt_seed, choice), bounds),
                     stop_strings=wish.stop_strings,
@@ -183,6 +185,8 @@ def _prompt_ids(prompt: Prompt, wish: Wish, front: Front) -> tuple[int, ...]:
         check_text(field, prompt.text)
         ids: Sequence[int] = front.text.encode(prompt.text, prompt.add_special) if prompt.text else ()
     elif isinstance(prompt, ChatPrompt):
+        if len(prompt.messages) > MAX_MESSAGES:
+            raise refuse(field, f"{len(prompt.messages)} messages", f"at most {MAX_MESSAGES}")
         messages = [_message(f"{field}[{number}]", role, content) for number, (role, content) in enumerate(prompt.messages)]
         try:
             ids = front.text.render_chat(messages, prompt.options) if messages else ()
@@ -271,10 +275,11 @@ def _timeout_s(given: float | None, longest_s: float) -> float:
     return min(given, longest_s)
 
 
-def _tenant(salt: str | None) -> str:
+def _namespace(tenant: str, salt: str | None) -> str:
+    assert "/" not in tenant, f"tenant {tenant!r}"
     if salt is None:
-        return TENANT
+        return tenant
     if not 1 <= len(salt) <= MAX_SALT_CHARACTERS:
         raise refuse("cache_salt", salt, f"1 to {MAX_SALT_CHARACTERS} characters")
     check_text("cache_salt", salt)
-    return f"{TENANT}/{salt}"
+    return f"{tenant}/{salt}"

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pdd.config import ServingConfig
+from pdd.policy.outcomes import DecisionRecord
+from pdd.serving.accounts import Accounts
 from pdd.serving.request import Delta, GenerationRequest
 from pdd.serving.text.model import TextModel
 
@@ -32,9 +34,14 @@ class Generator(Protocol):
 
 @dataclass(frozen=True)
 class Front:
-    """``unhealthy``: names of workers that cannot be used now; nothing when the service is healthy."""
+    """``unhealthy``: names of workers that cannot be used now; nothing when the service is healthy. ``decisions``: of the latest
+    requests, oldest first. ``accounts``: of the clients' API keys;
+    None: none are asked for.
+    """
 
     generator: Generator
     unhealthy: Callable[[], Sequence[str]]
     text: TextModel
     serving: ServingConfig
+    accounts: Accounts | None = None
+    decisions: Callable[[], Sequence[DecisionRecord]] | None = None

@@ -15,19 +15,23 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pdd.errors import Code, PddError
+from pdd.serving.accounts import Accounts
 from pdd.serving.admission_check import NO_OVERRIDE, ChatPrompt, IdsPrompt, Prompt, TextPrompt, Wish, admit, new_call_id
 from pdd.serving.choice_log import ChoiceLog, usage
 from pdd.serving.front import Front
+from pdd.serving.grpc_keys import RequireKey, tenant_of
+from pdd.serving.public_errors import public_message, retry_after_s
 from pdd.serving.request import Delta, GenerationRequest, HandoffName, Origin, Override, PipelineName
 from pdd.serving.sampling_check import SamplingWish, refuse
 from pdd.serving.streams import interleave
-from pddbridge.rpc.channel import make_server
+from pddbridge.rpc.channel import ServerLimits, make_server
 from pddbridge.rpc.convert import finish_reason_to_proto, record_to_proto
 from pddbridge.rpc.gen import common_pb2, inference_pb2, inference_pb2_grpc
 
 log = logging.getLogger(__name__)
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+_LIMITS = ServerLimits()
 _ORIGINS: dict[Origin, common_pb2.Origin] = {"relay": common_pb2.ORIGIN_RELAY, "main": common_pb2.ORIGIN_MAIN}
 Context = grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
 
@@ -58,7 +62,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return inference_pb2.ListModelsResponse(models=[model])
 
     async def _generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
-        requests = await admit(read_wish(request, context.time_remaining()), self._front)
+        tenant = tenant_of(self._front.accounts, context.invocation_metadata())
+        requests = await admit(read_wish(request, context.time_remaining()), self._front, tenant)
         said = ChoiceLog(self._front.text, requests[0])
         async with aclosing(interleave([self._front.generator.generate(requests[0])])) as deltas:
             async for _, delta in deltas:
@@ -92,9 +97,15 @@ async def follow_health(front: Front, status: HealthStatus, period_s: float = 0.
         await _set_health(front, status)
 
 
-def make_door_server(max_message_bytes: int) -> grpc.aio.Server:
-    """For clients of any kind; a message above ``max_message_bytes`` is refused with RESOURCE_EXHAUSTED before it is read."""
-    return make_server(max_message_bytes=max_message_bytes)
+def make_door_server(
+    max_message_bytes: int, accounts: Accounts | None = None, public_health: bool = True, limits: ServerLimits = _LIMITS
+) -> grpc.aio.Server:
+    """For clients of any kind; a message above ``max_message_bytes`` is refused with RESOURCE_EXHAUSTED before it is read. ``accounts``:
+    calls need a key, but those of the health service where it is public.
+    """
+    public = (health.SERVICE_NAME,) if public_health else ()
+    interceptors = () if accounts is None else (RequireKey(accounts, public),)
+    return make_server(max_message_bytes=max_message_bytes, interceptors=interceptors, limits=limits)
 
 
 def read_wish(request: inference_pb2.GenerateRequest, time_remaining_s: float | None) -> Wish:
@@ -190,4 +201,7 @@ def _response(delta: Delta, requests: tuple[GenerationRequest, ...], said: Choic
 
 
 async def _abort(context: Context, error: PddError) -> NoReturn:
-    await context.abort(grpc.StatusCode[error.code.name], error.message, (("pdd-field", error.field),) if error.field else ())
+    trailing: list[tuple[str, str]] = [("pdd-field", error.field)] if error.field else []
+    if (wait_s := retry_after_s(error)) is not None:
+        trailing.append(("retry-after", str(wait_s)))
+    await context.abort(grpc.StatusCode[error.code.name], public_message(error), tuple(trailing))

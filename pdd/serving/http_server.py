@@ -9,6 +9,8 @@ from collections.abc import Generator
 import uvicorn
 from starlette.types import ASGIApp
 
+from pdd.serving.http_limits import MAX_HEADER_BYTES, HttpLimits, LimitedConfig, LimitedProtocol
+
 GRACE_S = 3  # running streams get this long at shutdown, then they are cancelled
 
 
@@ -35,10 +37,18 @@ def bind_http(host: str, port: int) -> socket.socket:
     return bound
 
 
-def make_http_server(app: ASGIApp, grace_s: int = GRACE_S) -> HttpServer:
-    """Serve with ``await server.serve(sockets=[bound])``; ``server.should_exit = True`` ends it, ``grace_s`` later at the latest."""
-    config = uvicorn.Config(
+def make_http_server(
+    app: ASGIApp, grace_s: int = GRACE_S, limits: HttpLimits | None = None, cert: tuple[str, str] | None = None
+) -> HttpServer:
+    """Serve with ``await server.serve(sockets=[bound])``; ``server.should_exit = True`` ends it, ``grace_s`` later at the latest. ``cert``:
+    PEM files of certificate and key, for TLS. Raises ValueError when they cannot be used.
+    """
+    config = LimitedConfig(
         app,
+        http=LimitedProtocol,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        ssl_certfile=None if cert is None else cert[0],
+        ssl_keyfile=None if cert is None else cert[1],
         log_config=None,
         access_log=False,
         lifespan="off",
@@ -47,4 +57,9 @@ def make_http_server(app: ASGIApp, grace_s: int = GRACE_S) -> HttpServer:
         timeout_graceful_shutdown=grace_s,
         timeout_keep_alive=75,
     )
+    config.limits = limits or HttpLimits()
+    try:
+        config.load()
+    except OSError as error:
+        raise ValueError(f"security.door_cert, security.door_key: {cert} cannot be used: {error.strerror or error}") from error
     return HttpServer(config)

@@ -22,16 +22,22 @@ from pdd.config import load as load_config
 from pdd.errors import PddError
 from pdd.launch.child import report, when_parent_ends
 from pdd.loop_lag import watch_loop
+from pdd.security_config import SecurityConfig
+from pdd.serving.accounts import Accounts
 from pdd.serving.coordinator import Coordinator
-from pdd.serving.front import Front
+from pdd.serving.front import Front, Generator
 from pdd.serving.grpc_door import follow_health, make_door_server, start_grpc
+from pdd.serving.http_limits import HttpLimits
 from pdd.serving.http_server import GRACE_S, HttpServer, bind_http, make_http_server
 from pdd.serving.metrics import Metrics
 from pdd.serving.openai.app import create_app
+from pdd.serving.security_metrics import AccountCollector, ConnectionCollector
+from pdd.serving.tenant_limits import TenantLimits
 from pdd.serving.text.model import TextModel
 from pdd.serving.worker_pool import WorkerPool
+from pdd.tls_setup import door_tls
 from pdd.topology import Topology
-from pddbridge.rpc.channel import bind
+from pddbridge.rpc.channel import ServerLimits, bind
 
 log = logging.getLogger(__name__)
 
@@ -62,9 +68,12 @@ async def serve(config: LaunchConfig, topology: Topology, cache_dir: Path) -> No
     async with contextlib.AsyncExitStack() as stack:
         # Both ports first: when one is taken, that is known before anybody waits for workers.
         http_socket = stack.enter_context(contextlib.closing(bind_http(topology.http.host, topology.http.port)))
-        grpc_server = make_door_server(config.serving.max_body_bytes)
-        bind(grpc_server, topology.grpc.host, topology.grpc.port)
-        starting = asyncio.create_task(_start(config, topology, cache_dir, stack))
+        security = config.security
+        accounts = None if security.api_keys is None else Accounts(Path(security.api_keys))
+        limits = ServerLimits(max_connections=security.max_connections)
+        grpc_server = make_door_server(config.serving.max_body_bytes, accounts, security.public_health, limits)
+        bind(grpc_server, topology.grpc.host, topology.grpc.port, door_tls(security))
+        starting = asyncio.create_task(_start(config, topology, cache_dir, stack, accounts))
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
@@ -72,10 +81,12 @@ async def serve(config: LaunchConfig, topology: Topology, cache_dir: Path) -> No
             await asyncio.gather(starting, return_exceptions=True)
             return
         front, metrics = starting.result()
-        await _serve_doors(front, metrics, http_socket, grpc_server, stopping)
+        await _serve_doors(front, metrics, http_socket, grpc_server, stopping, security)
 
 
-async def _start(config: LaunchConfig, topology: Topology, cache_dir: Path, stack: contextlib.AsyncExitStack) -> tuple[Front, Metrics]:
+async def _start(
+    config: LaunchConfig, topology: Topology, cache_dir: Path, stack: contextlib.AsyncExitStack, accounts: Accounts | None
+) -> tuple[Front, Metrics]:
     """What stands behind the doors; ``stack`` closes it."""
     report("loading", what="tokenizer")
     text = await asyncio.to_thread(lambda: TextModel.load(models.resolve(config.model, cache_dir)))
@@ -84,13 +95,25 @@ async def _start(config: LaunchConfig, topology: Topology, cache_dir: Path, stac
     stack.push_async_callback(pool.close)
     metrics = Metrics()
     coordinator = Coordinator(config, pool, text, metrics)
-    return Front(coordinator, coordinator.unhealthy_workers, text, config.serving), metrics
+    generator: Generator = coordinator
+    if accounts is not None:
+        generator = limits = TenantLimits(coordinator, accounts)
+        metrics.registry.register(AccountCollector(accounts, limits))
+    return Front(generator, coordinator.unhealthy_workers, text, config.serving, accounts), metrics
 
 
 async def _serve_doors(
-    front: Front, metrics: Metrics, http_socket: socket.socket, grpc_server: grpc.aio.Server, stopping: asyncio.Task[bool]
+    front: Front,
+    metrics: Metrics,
+    http_socket: socket.socket,
+    grpc_server: grpc.aio.Server,
+    stopping: asyncio.Task[bool],
+    security: SecurityConfig,
 ) -> None:
-    http_server = make_http_server(create_app(front, metrics.registry))
+    limits = HttpLimits(security.max_connections, security.header_timeout_s)
+    metrics.registry.register(ConnectionCollector(limits.counts))
+    public = [path for path, open_to_all in (("/health", security.public_health), ("/metrics", security.public_metrics)) if open_to_all]
+    http_server = make_http_server(create_app(front, metrics.registry, public), limits=limits, cert=security.door_files)
     health = await start_grpc(front, grpc_server)
     tasks = {
         "the HTTP door": asyncio.create_task(http_server.serve(sockets=[http_socket])),

@@ -23,6 +23,7 @@ MAX_REPETITION_PENALTY = 100.0
 MAX_LOGPROBS = 20  # OpenAI's limit for top_logprobs
 MAX_LOGIT_BIASES = 1024
 MAX_LOGPROB_TOKEN_IDS = 128
+MAX_STOP_TOKEN_IDS = 1024
 SEED_RANGE = (-(2**63), 2**64 - 1)
 
 
@@ -79,6 +80,10 @@ def sampling_params(wish: SamplingWish, seed: int, bounds: SamplingBounds) -> Sa
         raise refuse("min_tokens", min_tokens, f"0 to max_tokens ({max_tokens})")
     if wish.num_logprobs is not None and not 0 <= wish.num_logprobs <= MAX_LOGPROBS:
         raise refuse("logprobs", wish.num_logprobs, f"0 to {MAX_LOGPROBS}")
+    if len(wish.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise refuse("stop_token_ids", len(wish.stop_token_ids), f"at most {MAX_STOP_TOKEN_IDS}")
+    if len(wish.allowed_token_ids) > bounds.vocab_size:
+        raise refuse("allowed_token_ids", len(wish.allowed_token_ids), f"at most {bounds.vocab_size}, the vocabulary")
     check_token_ids("stop_token_ids", wish.stop_token_ids, bounds.vocab_size)
     check_token_ids("allowed_token_ids", wish.allowed_token_ids, bounds.vocab_size)
     check_token_ids("logprob_token_ids", wish.logprob_token_ids, bounds.vocab_size)

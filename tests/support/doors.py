@@ -14,11 +14,14 @@ import httpx
 import openai
 
 from pdd.config import ServingConfig
-from pdd.serving.front import Front
+from pdd.serving.accounts import Accounts
+from pdd.serving.front import Front, Generator
 from pdd.serving.grpc_door import follow_health, make_door_server, start_grpc
+from pdd.serving.http_limits import HttpLimits
 from pdd.serving.http_server import HttpServer, bind_http, make_http_server
 from pdd.serving.metrics import Metrics
 from pdd.serving.openai.app import create_app
+from pdd.serving.tenant_limits import TenantLimits
 from pddbridge.rpc.channel import bind, open_channel
 from tests.support.scripted_coordinator import ScriptedCoordinator
 
@@ -64,14 +67,22 @@ class Doors:
 
 
 @contextlib.asynccontextmanager
-async def open_doors(coordinator: ScriptedCoordinator, serving: ServingConfig = SERVING, grace_s: int = 3) -> AsyncGenerator[Doors, None]:
+async def open_doors(
+    coordinator: ScriptedCoordinator,
+    serving: ServingConfig = SERVING,
+    grace_s: int = 3,
+    accounts: Accounts | None = None,
+    limits: HttpLimits | None = None,
+) -> AsyncGenerator[Doors, None]:
+    """``accounts``: keys are asked for, and the tenants' limits hold."""
     unhealthy: list[str] = []
-    front = Front(coordinator, lambda: unhealthy, coordinator.text, serving)
+    generator: Generator = coordinator if accounts is None else TenantLimits(coordinator, accounts)
+    front = Front(generator, lambda: unhealthy, coordinator.text, serving, accounts)
     bound = bind_http("127.0.0.1", 0)
     http_port = bound.getsockname()[1]
-    http_server = make_http_server(create_app(front, Metrics().registry), grace_s)
+    http_server = make_http_server(create_app(front, Metrics().registry), grace_s, limits)
     serving_http = asyncio.create_task(http_server.serve(sockets=[bound]))
-    grpc_server = make_door_server(serving.max_body_bytes)
+    grpc_server = make_door_server(serving.max_body_bytes, accounts)
     grpc_port = bind(grpc_server, "127.0.0.1", 0)
     status = await start_grpc(front, grpc_server)
     watching = asyncio.create_task(follow_health(front, status, period_s=0.02))

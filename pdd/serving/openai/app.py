@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from importlib.metadata import version
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -21,6 +21,7 @@ from pdd.errors import Code, PddError
 from pdd.serving.admission_check import admit, check_model
 from pdd.serving.front import Front
 from pdd.serving.openai.answer import stream_answer, whole_answer
+from pdd.serving.openai.authenticate import Authenticate, tenant_of
 from pdd.serving.openai.body import read_body
 from pdd.serving.openai.chat import ChatShape
 from pdd.serving.openai.completions import CompletionShape
@@ -72,7 +73,7 @@ class OpenAIDoor:
         front = self._front
         try:
             call = read(await read_body(request, front.serving.max_body_bytes, BODY_LIMIT_S))
-            requests = await admit(call.wish, front)
+            requests = await admit(call.wish, front, tenant_of(request))
             if not call.stream:
                 return JSONResponse(await while_connected(request.receive, whole_answer(call, requests, front, shape)))
             events = stream_answer(call, requests, front, shape)
@@ -116,9 +117,10 @@ class EchoRequestId:
         await self._app(scope, receive, echo)
 
 
-def create_app(front: Front, registry: CollectorRegistry) -> Starlette:
-    """``registry``: what /metrics shows."""
+def create_app(front: Front, registry: CollectorRegistry, public: Collection[str] = ("/health",)) -> Starlette:
+    """``registry``: what /metrics shows. ``public``: paths that need no key where the others do."""
     door = OpenAIDoor(front, registry)
+    keys = [] if front.accounts is None else [Middleware(Authenticate, accounts=front.accounts, public=public)]
     return Starlette(
         routes=[
             Route("/v1/chat/completions", door.chat, methods=["POST"]),
@@ -129,6 +131,6 @@ def create_app(front: Front, registry: CollectorRegistry) -> Starlette:
             Route("/metrics", door.metrics),
             Route("/version", door.version),
         ],
-        middleware=[Middleware(EchoRequestId)],
+        middleware=[Middleware(EchoRequestId), *keys],
         exception_handlers={PddError: on_pdd_error, HTTPException: on_http_exception, Exception: on_unexpected},
     )

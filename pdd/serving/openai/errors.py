@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from pdd.errors import Code, PddError
 from pdd.serving.admission_check import ContextLengthError, UnknownModelError
+from pdd.serving.public_errors import public_message, retry_after_s
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +22,6 @@ _TYPES = {
     Code.NOT_FOUND: "invalid_request_error",
     Code.RESOURCE_EXHAUSTED: "rate_limit_error",
 }
-_RETRY_AFTER_S = {Code.RESOURCE_EXHAUSTED: "1", Code.UNAVAILABLE: "1"}
 
 
 class BodyTooLargeError(PddError):
@@ -43,15 +43,21 @@ def error_body(error: PddError) -> dict[str, object]:
         code: str | None = "model_not_found"
     elif isinstance(error, ContextLengthError):
         code = "context_length_exceeded"
+    elif error.code is Code.UNAUTHENTICATED:
+        code = "invalid_api_key"
     else:
         code = None if error.code is Code.INVALID_ARGUMENT else error.code.name.lower()
-    return {"error": {"message": error.message, "type": _TYPES.get(error.code, "server_error"), "param": error.field, "code": code}}
+    return {"error": {"message": public_message(error), "type": _TYPES.get(error.code, "server_error"), "param": error.field, "code": code}}
 
 
 def error_response(error: PddError) -> Response:
     status = 413 if isinstance(error, BodyTooLargeError) else 408 if isinstance(error, SlowBodyError) else error.code.value
-    wait_s = _RETRY_AFTER_S.get(error.code)
-    return JSONResponse(error_body(error), status, {"retry-after": wait_s} if wait_s else None)
+    headers: dict[str, str] = {}
+    if (wait_s := retry_after_s(error)) is not None:
+        headers["retry-after"] = str(wait_s)
+    if error.code is Code.UNAUTHENTICATED:
+        headers["www-authenticate"] = "Bearer"
+    return JSONResponse(error_body(error), status, headers)
 
 
 def from_validation(error: ValidationError) -> PddError:
