@@ -1,9 +1,12 @@
 """Goodput of the links between two processes of one host, taken in turns in one run, as ratios to TCP on loopback.
 
-python benchmarks/links_in_site.py [--json FILE] [--rounds N] [--links tcp,shm,nixl]
+python benchmarks/links_in_site.py [--json FILE] [--rounds N] [--links tcp,shm,nixl] [--skip-alone] [--skip-pages]
 
-The receiver drops what it gets: placing costs the same on every link. Prints one row per link: median and spread of GB/s, CPU seconds of
-both processes per GB, and the ratio of medians to TCP's.
+Two things are measured. *link*: blocks that are there, in wire order, to a receiver that drops them; over shared memory a copy into a slot.
+*pages*: the whole way from one engine's pages to another's, as two workers do it: a thread that reads pages in pieces of 8 MiB into wire
+order, the link, a thread that places what comes into pages of another layout. Over shared memory twice: ``shm`` with blocks made in slots
+that the link lends, ``shm_copied`` with blocks made elsewhere, which it copies. Prints one row each: median and spread of GB/s, CPU seconds
+of both processes per GB, and the ratio of medians to TCP's.
 """
 
 from __future__ import annotations
@@ -14,38 +17,76 @@ import json
 import multiprocessing
 import secrets
 import statistics
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 
 from pddbridge.engine import KVBlock
+from pddbridge.kv_block import arrays_in, room_for
+from pddbridge.kv_convert import KVPool, read_blocks, write_block
+from pddbridge.kv_layout import KVLayout, head_major, interleaved_heads
 from pddbridge.kv_spec import HeadRange, KVSpec, LayerRange, TokenRange
 from pddbridge.kv_transfer import TransferFailed
 from pddbridge.links.nixl import NixlAgent, NixlSender, NixlServer
+from pddbridge.links.outgoing import OutgoingTransfer
 from pddbridge.links.shm import ShmSender, ShmServer
 from pddbridge.links.slot_sender import SlotSender
 from pddbridge.links.tcp import Handshake, KVSender, KVServer
+from pddbridge.native.moves import native_moves
 
-SPEC = KVSpec.gqa(32, 8, 128, "bfloat16")
-TOKENS = TokenRange(0, 2048)  # 268 MB
-PIECE_TOKENS = 64  # 4 MiB of one plane
-SENDER = Handshake(1, "benchmark", SPEC, 11, "sender")
-WARM_UP_ROUNDS = 1
-TARGET = 4.0
+SPEC: Final = KVSpec.gqa(32, 8, 128, "bfloat16")
+TOKENS: Final = TokenRange(0, 2048)  # 268 MB
+PAGE_SIZE: Final = 16
+PIECE_TOKENS: Final = 64  # 4 MiB of one plane
+# As a worker reads: see pdd.worker.executor.ExecutorLimits.
+READ_TOKENS: Final = (8 << 20) // SPEC.bytes_per_token
+WINDOW_BYTES: Final = 64 << 20
+SENDER: Final = Handshake(1, "benchmark", SPEC, 11, "sender")
+WARM_UP_ROUNDS: Final = 1
+TARGET: Final = 4.0
+COPIED: Final = "shm_copied"
+
+Results = dict[tuple[str, str], list[tuple[float, float]]]
 
 
-async def _serve(pipe: Connection, epoch: int, num_transfers: int, with_nixl: bool) -> None:
+def pages_of(layout: KVLayout) -> KVPool:
+    """Pages of all ``TOKENS``, touched, moved by compiled C++ where that is possible."""
+    native, fallbacks = native_moves(None)
+    if fallbacks:
+        print(f"numpy moves everything: {', '.join(fallbacks)}")
+    pool = KVPool.zeros(layout, SPEC, len(TOKENS) // PAGE_SIZE, native)
+    for arrays in pool.arrays:
+        for array in arrays:
+            array.view(np.uint16)[...] = 1
+    return pool
+
+
+def random_pages() -> np.ndarray:
+    """A page table whose pages lie anywhere in a pool."""
+    return np.random.default_rng(2).permutation(len(TOKENS) // PAGE_SIZE)
+
+
+async def _serve(pipe: Connection, epoch: int, num_transfers: int, first_placed: int, with_nixl: bool) -> None:
+    """Transfers from ``first_placed`` on are placed into pages, those before are dropped."""
     handshake = replace(SENDER, epoch=epoch, name="receiver")
+    pool, table = pages_of(head_major(PAGE_SIZE, SPEC.dtype)), random_pages()
+    placing = ThreadPoolExecutor(1)
+    loop = asyncio.get_running_loop()
 
     def failed(transfer_id: int, failure: TransferFailed) -> None:
         raise AssertionError(f"transfer {transfer_id}: {failure}")
 
     async def place(transfer_id: int, block: KVBlock) -> None:
-        return None
+        if transfer_id >= first_placed:
+            await loop.run_in_executor(placing, write_block, pool, table, block)
 
     server = KVServer(handshake, place, lambda *_: None, failed)
     for transfer_id in range(1, num_transfers + 1):
@@ -69,51 +110,131 @@ async def _serve(pipe: Connection, epoch: int, num_transfers: int, with_nixl: bo
     await server.close()
 
 
-def _receiver(pipe: Connection, epoch: int, num_transfers: int, with_nixl: bool) -> None:
-    asyncio.run(_serve(pipe, epoch, num_transfers, with_nixl))
+def _receiver(pipe: Connection, *arguments: int) -> None:
+    asyncio.run(_serve(pipe, *arguments[:3], with_nixl=bool(arguments[3])))
 
 
-async def _measure(pipe: Connection, epoch: int, links: list[str], rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Per link: (GB/s, CPU seconds of both processes per GB) of each round."""
-    ports = pipe.recv()
-    # As a prefill worker reads it: a few MiB at a time, still in the cache when they are sent.
-    piece = np.random.default_rng(1).integers(0, 1 << 16, (32, PIECE_TOKENS, 8, 128), np.uint16).view(SPEC.np_dtype)
-    blocks = [
-        KVBlock(plane.name, LayerRange(0, 32), TokenRange(start, start + PIECE_TOKENS), HeadRange(0, 8), piece)
-        for start in range(0, len(TOKENS), PIECE_TOKENS)
-        for plane in SPEC.groups[0].planes
-    ]
-    async with AsyncExitStack() as stack:
-        senders: dict[str, KVSender | SlotSender] = {"tcp": KVSender(SENDER), "shm": ShmSender(SENDER)}
-        if "nixl" in links:
+class _Links:
+    """The sending process: opens one transfer after another."""
+
+    def __init__(self, pipe: Connection, epoch: int, links: list[str], stack: AsyncExitStack) -> None:
+        self._pipe = pipe
+        self._epoch = epoch
+        self._links = links
+        self._stack = stack
+        self._senders: dict[str, KVSender | SlotSender] = {}
+        self._num_opened = 0
+        self._ports: dict[str, int] = {}
+
+    async def start(self) -> None:
+        self._ports = self._pipe.recv()
+        self._senders = {"tcp": KVSender(SENDER), "shm": ShmSender(SENDER)}
+        if "nixl" in self._links:
             agent = NixlAgent("sender")
             await agent.start()
-            stack.push_async_callback(agent.close)
-            senders["nixl"] = NixlSender(SENDER, agent)
-        for sender in senders.values():
-            stack.push_async_callback(sender.close)
-        results: dict[str, list[tuple[float, float]]] = {link: [] for link in links}
-        transfer_id = 0
-        for round_number in range(WARM_UP_ROUNDS + rounds):
-            for link in links:
-                transfer_id += 1
-                cpu_s = time.process_time() + _cpu_s(pipe)
-                started_s = time.perf_counter()
-                transfer = senders[link].open("127.0.0.1", ports[link], epoch, transfer_id, TOKENS)
+            self._stack.push_async_callback(agent.close)
+            self._senders["nixl"] = NixlSender(SENDER, agent)
+        for sender in self._senders.values():
+            self._stack.push_async_callback(sender.close)
+
+    async def timed(self, link: str, feed: Callable[[OutgoingTransfer, Callable[[], int]], None]) -> tuple[float, float]:
+        """(GB/s, CPU seconds of both processes per GB) of one transfer. ``feed(transfer, acked_bytes)`` pushes."""
+        self._num_opened += 1
+        acked = 0
+
+        def on_acked(num_bytes: int) -> None:
+            nonlocal acked
+            acked += num_bytes
+
+        cpu_s = time.process_time() + self._cpu_s()
+        started_s = time.perf_counter()
+        name = "shm" if link == COPIED else link
+        transfer = self._senders[name].open("127.0.0.1", self._ports[name], self._epoch, self._num_opened, TOKENS, on_acked=on_acked)
+        feed(transfer, lambda: acked)
+        report = await transfer.done()
+        taken_s = time.perf_counter() - started_s
+        cpu_s = time.process_time() + self._cpu_s() - cpu_s
+        return report.bytes / 1e9 / taken_s, cpu_s / (report.bytes / 1e9)
+
+    @property
+    def copied(self) -> tuple[int, int]:
+        """Frames that were made in a slot and that were copied into one."""
+        counters = self._senders["shm"].counters
+        return counters.frames_in_place, counters.frames_copied
+
+    def _cpu_s(self) -> float:
+        self._pipe.send("cpu")
+        cpu_s: float = self._pipe.recv()
+        return cpu_s
+
+
+async def _measure(pipe: Connection, epoch: int, links: list[str], rounds: int, what: list[str]) -> Results:
+    results: Results = {}
+    async with AsyncExitStack() as stack:
+        opened = _Links(pipe, epoch, links, stack)
+        await opened.start()
+        if "link" in what:
+            # As a prefill worker reads it: a few MiB at a time, still in the cache when they are sent.
+            piece = np.random.default_rng(1).integers(0, 1 << 16, (32, PIECE_TOKENS, 8, 128), np.uint16).view(SPEC.np_dtype)
+            blocks = [
+                KVBlock(plane.name, LayerRange(0, 32), TokenRange(start, start + PIECE_TOKENS), HeadRange(0, 8), piece)
+                for start in range(0, len(TOKENS), PIECE_TOKENS)
+                for plane in SPEC.groups[0].planes
+            ]
+
+            def push_all(transfer: OutgoingTransfer, _: Callable[[], int]) -> None:
                 for block in blocks:
                     transfer.push(block)
-                report = await transfer.done()
-                taken_s = time.perf_counter() - started_s
-                cpu_s = time.process_time() + _cpu_s(pipe) - cpu_s
-                if round_number >= WARM_UP_ROUNDS:
-                    results[link].append((report.bytes / 1e9 / taken_s, cpu_s / (report.bytes / 1e9)))
+
+            for round_number in range(WARM_UP_ROUNDS + rounds):
+                for link in links:
+                    row = await opened.timed(link, push_all)
+                    if round_number >= WARM_UP_ROUNDS:
+                        results.setdefault(("link", link), []).append(row)
+        if "pages" in what:
+            pool, table = pages_of(interleaved_heads(PAGE_SIZE, SPEC.dtype)), random_pages()
+            for round_number in range(WARM_UP_ROUNDS + rounds):
+                for link in with_copied(links):
+                    before = opened.copied
+                    row = await opened.timed(link, _PagesFeed(pool, table, lends=link != COPIED))
+                    made, copied = (now - then for now, then in zip(opened.copied, before, strict=True))
+                    assert link not in ("shm", COPIED) or (made if link == COPIED else copied) == 0, f"{link}: {made} made, {copied} copied"
+                    if round_number >= WARM_UP_ROUNDS:
+                        results.setdefault(("pages", link), []).append(row)
     return results
 
 
-def _cpu_s(pipe: Connection) -> float:
-    pipe.send("cpu")
-    cpu_s: float = pipe.recv()
-    return cpu_s
+def with_copied(links: list[str]) -> list[str]:
+    return [name for link in links for name in ((COPIED, link) if link == "shm" else (link,))]
+
+
+class _PagesFeed:
+    """Reads pages in a thread of its own, ``WINDOW_BYTES`` ahead of the receiver at most, as a worker's step thread does."""
+
+    def __init__(self, pool: KVPool, table: np.ndarray, *, lends: bool) -> None:
+        self._pool = pool
+        self._table = table
+        self._lends = lends
+
+    def __call__(self, transfer: OutgoingTransfer, acked_bytes: Callable[[], int]) -> None:
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self._read, args=(loop, transfer, acked_bytes), daemon=True).start()
+
+    def _read(self, loop: asyncio.AbstractEventLoop, transfer: OutgoingTransfer, acked_bytes: Callable[[], int]) -> None:
+        for start in range(0, len(TOKENS), READ_TOKENS):
+            tokens = TokenRange(start, start + READ_TOKENS)
+            while start * SPEC.bytes_per_token - acked_bytes() > WINDOW_BYTES:
+                time.sleep(0.0002)
+            lend = transfer.lend if self._lends else None
+            memory = None if lend is None else lend(room_for(SPEC, len(tokens)), False)
+            out = None if memory is None else arrays_in(memory, SPEC, len(tokens))
+            loop.call_soon_threadsafe(_push, transfer, read_blocks(self._pool, self._table, tokens, out))
+            del memory, out
+
+
+def _push(transfer: OutgoingTransfer, blocks: tuple[KVBlock, ...]) -> None:
+    for block in blocks:
+        transfer.push(block)
 
 
 def main() -> None:
@@ -121,29 +242,37 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--links", default="tcp,shm")
+    parser.add_argument("--skip-alone", action="store_true")
+    parser.add_argument("--skip-pages", action="store_true")
     arguments = parser.parse_args()
     links = arguments.links.split(",")
+    what = [name for name, skip in (("link", arguments.skip_alone), ("pages", arguments.skip_pages)) if not skip]
     ours, theirs = multiprocessing.Pipe()
-    epoch, num_transfers = secrets.randbits(64), len(links) * (arguments.rounds + WARM_UP_ROUNDS)
-    process = multiprocessing.get_context("spawn").Process(target=_receiver, args=(theirs, epoch, num_transfers, "nixl" in links))
+    rounds = arguments.rounds + WARM_UP_ROUNDS
+    num_dropped = len(links) * rounds if "link" in what else 0
+    num_placed = len(with_copied(links)) * rounds if "pages" in what else 0
+    epoch = secrets.randbits(64)
+    settings = (epoch, num_dropped + num_placed, num_dropped + 1, int("nixl" in links))
+    process = multiprocessing.get_context("spawn").Process(target=_receiver, args=(theirs, *settings))
     process.start()
     try:
-        results = asyncio.run(_measure(ours, epoch, links, arguments.rounds))
+        results = asyncio.run(_measure(ours, epoch, links, arguments.rounds, what))
     finally:
         ours.send(None)
         process.join()
-    medians = {link: statistics.median(goodput for goodput, _ in rows) for link, rows in results.items()}
+    medians = {key: statistics.median(goodput for goodput, _ in rows) for key, rows in results.items()}
     table = [
         {
+            "what": way,
             "link": link,
-            "goodput_gb_s": round(medians[link], 3),
+            "goodput_gb_s": round(medians[way, link], 3),
             "min_gb_s": round(min(goodput for goodput, _ in rows), 3),
             "max_gb_s": round(max(goodput for goodput, _ in rows), 3),
             "cpu_s_per_gb": round(statistics.median(cpu for _, cpu in rows), 3),
-            "ratio_to_tcp": round(medians[link] / medians["tcp"], 2) if "tcp" in medians else None,
+            "ratio_to_tcp": round(medians[way, link] / medians[way, "tcp"], 2) if (way, "tcp") in medians else None,
             "target": TARGET if link == "shm" else None,
         }
-        for link, rows in results.items()
+        for (way, link), rows in results.items()
     ]
     for row in table:
         print("  ".join(f"{key} {value}" for key, value in row.items() if value is not None))

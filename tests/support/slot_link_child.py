@@ -26,7 +26,7 @@ TOKENS = TokenRange(5, 100)
 PLANES = random_planes(SPEC, TOKENS.stop, seed=3)
 SENDER = Handshake(1, "f1", SPEC, 11, "prefill-1")
 PLACED_FIRST = 3
-CHUNK = 8
+CHUNK = 16
 TRANSFER_ID = 1
 
 

@@ -2,7 +2,7 @@
 
 It has no name, so nothing is left behind however either process ends: the kernel frees it with the last mapping. It is sealed against
 resizing, so a peer cannot take pages away from under a reader. The sender alone writes and decides which slot is free; a slot is free again
-once its frame was answered, never earlier. Some slots frames are copied into; in the others, lent ones, blocks are made.
+once its frame was answered, never earlier. Into some slots frames are copied; the others are lent, in twos, and blocks are made there.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from typing import Final
 import numpy as np
 
 from pddbridge.links.slot_loans import SlotLoans
-from pddbridge.links.slots import MAX_SLOTS, SLOT_BYTES, FreeSlots
+from pddbridge.links.slots import LOAN_BYTES, MAX_SLOTS, SLOT_BYTES, SLOTS_OF_A_LOAN, FreeSlots
 
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Arena:
-    """The sender's end: ``num_slots`` to copy frames into, ``num_lent`` more that are lent. ``fd`` stays open until ``close_fd``, the
+    """The sender's end: ``num_slots`` to copy frames into, and ``num_loans`` of LOAN_BYTES. ``fd`` stays open until ``close_fd``, the
     memory as long as somebody maps it.
 
     Raises ValueError for a size out of bounds, OSError when there is no memory.
     """
 
-    def __init__(self, num_slots: int, num_lent: int = 0) -> None:
+    def __init__(self, num_slots: int, num_loans: int = 0) -> None:
         self.free = FreeSlots(num_slots)
-        num_all = num_slots + num_lent
+        num_all = num_slots + num_loans * SLOTS_OF_A_LOAN
         if num_all > MAX_SLOTS:
             raise ValueError(f"Arena: {num_all} slots, at most {MAX_SLOTS} are allowed")
         self.fd = os.memfd_create("pdd-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -41,7 +41,8 @@ class Arena:
         memory = np.frombuffer(mapped, np.uint8)
         self._slots = memory.reshape(num_all, SLOT_BYTES)
         self._address, self._num_bytes = memory.ctypes.data, len(memory)
-        self.loans = SlotLoans([mapped[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES] for slot in range(num_slots, num_all)])
+        starts = range(num_slots * SLOT_BYTES, num_all * SLOT_BYTES, LOAN_BYTES)
+        self.loans = SlotLoans([mapped[start : start + LOAN_BYTES] for start in starts])
 
     def close_fd(self) -> None:
         """The receiver has its own descriptor by now. Closed with the arena at the latest."""

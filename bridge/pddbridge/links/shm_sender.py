@@ -32,7 +32,7 @@ class ShmSender(SlotSender):
     async def _connect(self, host: str, port: int, epoch: int) -> Carrier:
         sock = await shm_io.connect(epoch)
         try:
-            arena = self._prepared.pop(epoch, None) or Arena(self._settings.num_slots, self._settings.num_lent)
+            arena = self._prepared.pop(epoch, None) or Arena(self._settings.num_slots, self._settings.num_loans)
             try:
                 await shm_io.send_hello(sock, hello(self._handshake, epoch), arena.fd)
             finally:
@@ -49,7 +49,7 @@ class ShmSender(SlotSender):
     def _lends_at_once(self, epoch: int) -> SlotLoans | None:
         """The first connection's arena, so that blocks that are made before it stands lie there."""
         try:
-            arena = Arena(self._settings.num_slots, self._settings.num_lent)
+            arena = Arena(self._settings.num_slots, self._settings.num_loans)
         except OSError:  # connecting will say so
             return None
         self._prepared[epoch] = arena

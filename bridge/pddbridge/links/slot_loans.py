@@ -22,9 +22,9 @@ _KEPT_PART: Final = 3
 
 
 class SlotLoans:
-    """``slots``: the memory of each. A slot is free again when no array refers to it any more. So it comes back whatever happens: when the
-    block was never made, when its request was dropped, or once every transfer that owes it, over whatever link, has ended or let go of it
-    and the connection, which keeps what it announced, was told that nobody reads it.
+    """``slots``: the memory of each, in twos as :mod:`pddbridge.links.slots` says. A slot is free again when no array refers to it any
+    more. So it comes back whatever happens: when the block was never made, when its request was dropped, or once every transfer that owes
+    it, over whatever link, has ended or let go of it and the connection, which keeps what it announced, was told that nobody reads it.
 
     ``take`` is for one thread; slots come back from any.
     """

@@ -23,7 +23,7 @@ from pddbridge.kv_wire import Kind, Reply, WireError, decode_reply, encode_frame
 from pddbridge.links.outgoing import OutgoingTransfer
 from pddbridge.links.schedule import Turns
 from pddbridge.links.slot_loans import Lender, SlotLoans
-from pddbridge.links.slots import MAX_SLOTS
+from pddbridge.links.slots import MAX_SLOTS, SLOTS_OF_A_LOAN
 from pddbridge.links.stats import GoodputMeter, LinkStats, RoundTrip, SenderCounters
 
 log = logging.getLogger(__name__)
@@ -38,15 +38,15 @@ _FAREWELL_S: Final = 0.5
 
 @dataclass(frozen=True)
 class SlotSettings:
-    """``num_slots``: frames under way to one receiver that were copied, 4 MiB of memory each: the sender's credit. ``num_lent``: more in
-    which blocks may be made, where the link has shared memory; like the others they take memory once they are used.
+    """``num_slots``: frames under way to one receiver that were copied, 4 MiB of memory each: the sender's credit. ``num_loans``: of two
+    more slots each, in which blocks may be made, where the link has shared memory; like the others they take memory once they are used.
     ``max_attempts``: times a frame is sent, and failures in a row without progress, before transfers fail. A connection within a site
     breaks when a process ends, hardly otherwise, so few and quick ones do. ``stall_timeout_s`` as :class:`OutgoingTransfer` says.
     ``connect_timeout_s`` covers the handshake.
     """
 
     num_slots: int = 8
-    num_lent: int = 24
+    num_loans: int = 12
     stall_timeout_s: float = 30.0
     connect_timeout_s: float = 10.0
     max_attempts: int = 3
@@ -56,8 +56,9 @@ class SlotSettings:
         for field in ("num_slots", "stall_timeout_s", "connect_timeout_s", "max_attempts"):
             if getattr(self, field) <= 0:
                 raise ValueError(f"SlotSettings.{field}: given {getattr(self, field)}, must be above 0")
-        if self.num_lent < 0 or self.num_slots + self.num_lent > MAX_SLOTS:
-            raise ValueError(f"SlotSettings: given num_slots {self.num_slots}, num_lent {self.num_lent}, allowed {MAX_SLOTS} together")
+        if self.num_loans < 0 or self.num_slots + self.num_loans * SLOTS_OF_A_LOAN > MAX_SLOTS:
+            given = f"num_slots {self.num_slots}, num_loans {self.num_loans}"
+            raise ValueError(f"SlotSettings: given {given}, allowed {MAX_SLOTS} slots in all, {SLOTS_OF_A_LOAN} per loan")
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,9 @@ from pddbridge.kv_wire import FRAME_HEADER_BYTES
 # Larger than a frame on a wire: what a frame costs beside its copy is worth a quarter of a mebibyte's copying.
 SLOT_BYTES: Final = 4 << 20
 MAX_SLOTS: Final = 64
+# What is lent at once, for all planes of a read: K and V then fill a frame each, and half as many frames cost half as much.
+SLOTS_OF_A_LOAN: Final = 2
+LOAN_BYTES: Final = SLOTS_OF_A_LOAN * SLOT_BYTES
 # A sender's message is a frame's header, then where its payload lies in the memory; or a note, filled up with zeros.
 _OFFSET: Final = struct.Struct("<Q")
 MESSAGE_BYTES: Final = FRAME_HEADER_BYTES + _OFFSET.size

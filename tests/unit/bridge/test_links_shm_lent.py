@@ -35,7 +35,7 @@ from tests.support.shm_link import (
 )
 from tests.support.slot_link_child import PLANES, SPEC, TOKENS, TRANSFER_ID, lent_blocks
 
-LENT = SlotSettings(num_slots=3, num_lent=6, backoff_s=0.01)
+LENT = SlotSettings(num_slots=3, num_loans=6, backoff_s=0.01)
 
 
 def chunks(tokens: TokenRange = TOKENS, size: int = 17) -> Iterator[TokenRange]:
