@@ -99,7 +99,7 @@ async def _start(
     if accounts is not None:
         generator = limits = TenantLimits(coordinator, accounts)
         metrics.registry.register(AccountCollector(accounts, limits))
-    return Front(generator, coordinator.unhealthy_workers, text, config.serving, accounts), metrics
+    return Front(generator, coordinator.unhealthy_workers, text, config.serving, accounts, lambda: coordinator.latest_decisions), metrics
 
 
 async def _serve_doors(

@@ -25,6 +25,7 @@ from pdd.serving.openai.authenticate import Authenticate, tenant_of
 from pdd.serving.openai.body import read_body
 from pdd.serving.openai.chat import ChatShape
 from pdd.serving.openai.completions import CompletionShape
+from pdd.serving.openai.decisions import decision_body
 from pdd.serving.openai.errors import error_body, error_response, on_http_exception, on_pdd_error, on_unexpected
 from pdd.serving.openai.params import Call, chat_call, completion_call
 from pdd.serving.openai.schemas import read_chat, read_completion
@@ -65,6 +66,11 @@ class OpenAIDoor:
 
     async def metrics(self, _request: Request) -> Response:
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def decisions(self, _request: Request) -> Response:
+        """Where overrides are allowed: of the latest requests, what was decided, why, and what came of it. Oldest first."""
+        latest = () if self._front.decisions is None else self._front.decisions()
+        return JSONResponse({"object": "list", "data": [decision_body(record) for record in latest]})
 
     async def version(self, _request: Request) -> Response:
         return JSONResponse({"version": version("pdd-serving")})
@@ -130,6 +136,8 @@ def create_app(front: Front, registry: CollectorRegistry, public: Collection[str
             Route("/health", door.health),
             Route("/metrics", door.metrics),
             Route("/version", door.version),
+            # It tells of every tenant's requests.
+            *([Route("/debug/decisions", door.decisions)] if front.serving.allow_override and front.accounts is None else []),
         ],
         middleware=[Middleware(EchoRequestId), *keys],
         exception_handlers={PddError: on_pdd_error, HTTPException: on_http_exception, Exception: on_unexpected},
