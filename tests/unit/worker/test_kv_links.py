@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from pdd.config import LaunchConfig
 from pdd.launch.plan import plan_topology
 from pdd.topology import Topology
 from pddbridge.links import shm_io
+from pddbridge.links.shm import SlotSettings
 from pddbridge.rpc.gen import worker_pb2
 from tests.support.deployments import launch_config
 from tests.support.fake_engine import KV_SPEC, FakeEngine, expected_log
@@ -41,9 +43,40 @@ async def test_kv_takes_the_link_that_was_asked_for(link: str, takes: str) -> No
         ledger = await prefill.ledger()
         assert (dict(ledger.kv_pushes), dict(ledger.kv_link_fallbacks)) == ({takes: 1}, {})
         assert ledger.kv_bytes_sent == (await main.ledger()).kv_bytes_received == 22 * KV_SPEC.bytes_per_token
+        sent = prefill.traffic.links.sender_counters
+        assert (sent.frames_in_place > 0, sent.frames_copied) == (takes == "shm", 0)
         info = await main.stub.Info(worker_pb2.InfoRequest())
         assert list(info.kv_links) == ["tcp", "shm"]
         await stream.half_close()
+
+
+async def test_relay_and_main_share_a_read_that_is_made_in_the_relay_s_memory() -> None:
+    async with (
+        WorkerHarness("prefill", FakeEngine) as prefill,
+        WorkerHarness("relay", FakeEngine) as relay,
+        WorkerHarness("main", FakeEngine) as main,
+    ):
+        streams, targets = [], []
+        for receiver, link in ((relay, "shm"), (main, "tcp")):
+            streams.append(receiver.attach().open("r", PROMPT, transfer=True, max_tokens=4))
+            targets.append(receiver.target((await streams[-1].until("reserved")).reserved))
+            targets[-1].link = link
+        sender = prefill.attach().open("r", PROMPT, decode=False, push_to=targets)
+        for _ in targets:
+            await sender.until("pushed")
+        for stream in streams:
+            await stream.until("kv_complete")
+            assert await stream.tokens(4) == expected_log(PROMPT, 4)
+            await stream.half_close()
+        await sender.half_close()
+        sent = prefill.traffic.links.sender_counters
+        assert (sent.frames_in_place > 0, sent.frames_copied) == (True, 0)
+        assert dict((await prefill.ledger()).kv_link_fallbacks) == {}
+        (peer,) = prefill.traffic.links._shm._peers.values()
+        assert peer.lender.loans is not None
+        async with asyncio.timeout(5):  # nobody holds on to what was read
+            while peer.lender.loans.num_free < SlotSettings().num_loans:
+                await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize("link", ["shm", "auto"])
