@@ -116,21 +116,27 @@ class Connection:
             if not self._owes_answers() and self._loop.time() - self._heard_at > self._liveness.idle_after_s:
                 await self._probe()
                 continue  # others may have taken the turn meanwhile
-            taken = self._source.take()
-            if taken is None:
-                continue
-            if not self._owes_answers():
-                self._busy_since = self._loop.time()
-            match taken:
-                case Note():
-                    await tcp_io.send(self._sock, encode_note(taken), memoryview(b""))
-                case (transfer, Note() as question):
-                    self._questions[(transfer.transfer_id, question.sequence)] = transfer
-                    await tcp_io.send(self._sock, encode_note(question), memoryview(b""))
-                case (transfer, DueFrame() as due):
-                    await self._send_frame(transfer, due)
-            # A send that the kernel takes at once does not yield; without this one connection would take every frame and hold up the loop.
-            await asyncio.sleep(0)
+            if await self._send_next():
+                # A send that the kernel takes at once does not yield; without this one connection would take every frame and hold up
+                # the loop.
+                await asyncio.sleep(0)
+
+    async def _send_next(self) -> bool:
+        """Whether something was to be sent. Returns holding on to nothing: a block's memory may be another link's, which waits for it."""
+        taken = self._source.take()
+        if taken is None:
+            return False
+        if not self._owes_answers():
+            self._busy_since = self._loop.time()
+        match taken:
+            case Note():
+                await tcp_io.send(self._sock, encode_note(taken), memoryview(b""))
+            case (transfer, Note() as question):
+                self._questions[(transfer.transfer_id, question.sequence)] = transfer
+                await tcp_io.send(self._sock, encode_note(question), memoryview(b""))
+            case (transfer, DueFrame() as due):
+                await self._send_frame(transfer, due)
+        return True
 
     async def _send_frame(self, transfer: OutgoingTransfer, due: DueFrame) -> None:
         """In flight here before it is encoded, so that it is in doubt, not forgotten, if the connection breaks meanwhile."""
