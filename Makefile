@@ -33,12 +33,12 @@ lint: install
 
 # Files of tests side by side; tests of the whole system one after another, for they start processes that want the cores themselves.
 test: lint model
-	$(BIN)/pytest -m "not slow" -n $(TEST_WORKERS) --dist loadfile --ignore=tests/system
-	$(BIN)/pytest -m "not slow" tests/system
+	$(BIN)/pytest -m "not slow" -n $(TEST_WORKERS) --dist loadfile --ignore=tests/system --ignore=tests/chaos
+	$(BIN)/pytest -m "not slow" tests/system tests/chaos
 
 test-all: lint model
-	$(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile --ignore=tests/system
-	$(BIN)/pytest tests/system
+	$(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile --ignore=tests/system --ignore=tests/chaos
+	$(BIN)/pytest tests/system tests/chaos
 
 bench: model
 	$(BIN)/pdd bench ttft $(CONFIG) --json docs/measurements/ttft.json --plot docs/measurements/ttft.png

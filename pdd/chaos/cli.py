@@ -20,6 +20,7 @@ def chaos(
     ] = "lean,tight,wide",
     engines: Annotated[str, typer.Option(help="of prefill, relay and main: jax or torch")] = "torch,torch,torch",
     plan_only: Annotated[bool, typer.Option("--plan", help="print requests and faults, run nothing")] = False,
+    table: Annotated[bool, typer.Option("--table", help="instead: kill every part in every state of a request's life")] = False,
     logs: Annotated[Path | None, typer.Option(help="keep the logs of all processes in this folder")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", callback=writable, help="write the report here")] = None,
 ) -> None:
@@ -31,7 +32,7 @@ def chaos(
     from pdd.launch.serve import end_on_signal
 
     end_on_signal()
-    request = Request(seeds, first_seed, seed, num_requests, shapes, engines, json_file, logs, plan_only)
+    request = Request(seeds, first_seed, seed, num_requests, shapes, engines, json_file, logs, plan_only, table)
     try:
         raise typer.Exit(chaos_status(request, cache_dir(), wide_console()))
     except (StartError, NotInTimeError) as error:

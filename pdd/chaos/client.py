@@ -20,6 +20,7 @@ from pddbridge.rpc.gen import common_pb2, inference_pb2, inference_pb2_grpc
 
 _CONNECT_TRIES_S = 60.0
 _CONNECT_PAUSE_S = 0.1
+_RECONNECT = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.min_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 500))
 _ORIGINS = {common_pb2.ORIGIN_RELAY: "relay", common_pb2.ORIGIN_MAIN: "main"}
 _FINISH = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
 OnTokens = Callable[[Outcome], None]
@@ -180,15 +181,9 @@ class Client:
         self._ended(finish=choice["finish_reason"])
 
     def _over_grpc(self) -> None:
-        with grpc.insecure_channel(str(self._grpc)) as channel:
-            ready = grpc.channel_ready_future(channel)
-            self._may_leave_by(ready.cancel)
-            try:
-                ready.result(timeout=_CONNECT_TRIES_S)
-            except (grpc.FutureTimeoutError, grpc.FutureCancelledError):
-                self.outcome.end, self.outcome.message = "broken", "the gRPC door could not be reached"
-                return
-            call = inference_pb2_grpc.InferenceStub(channel).Generate(grpc_body(self._ask))
+        with grpc.insecure_channel(str(self._grpc), _RECONNECT) as channel:
+            # Until there is a connection nothing has been asked; after that nothing is tried again.
+            call = inference_pb2_grpc.InferenceStub(channel).Generate(grpc_body(self._ask), wait_for_ready=True)
             self._may_leave_by(call.cancel)
             try:
                 for response in call:

@@ -12,6 +12,7 @@ from typing import Final
 from rich.console import Console
 
 from pdd.chaos.expected import ExpectedAnswers
+from pdd.chaos.kill_table import cells_summary, run_table, show_cells
 from pdd.chaos.model import make_model
 from pdd.chaos.plan import ChaosPlan, draw_plan
 from pdd.chaos.report import fault_rows, passed, save, show, summary, troubles
@@ -34,6 +35,7 @@ class Request:
     json_file: Path | None
     logs: Path | None
     plan_only: bool
+    table: bool = False
 
     def plans(self) -> list[ChaosPlan]:
         """Raises ValueError naming the option."""
@@ -59,6 +61,8 @@ class Request:
 def chaos_status(request: Request, cache_dir: Path, console: Console) -> int:
     """0 when every request came through and nothing was left behind, else 1. Raises ValueError for wrong options."""
     plans, engines = request.plans(), request.three_engines()
+    if request.table:
+        return table_status(engines, cache_dir, request.json_file, request.logs, console)
     if request.plan_only:
         for plan in plans:
             print(plan.text())
@@ -80,6 +84,20 @@ def chaos_status(request: Request, cache_dir: Path, console: Console) -> int:
     if request.json_file is not None:
         save(found, request.json_file)
     return 0 if passed(found) else 1
+
+
+def table_status(engines: Engines, cache_dir: Path, json_file: Path | None, logs: Path | None, console: Console) -> int:
+    """`pdd chaos --table`: 0 when every cell is as designed and nothing was left behind, else 1."""
+    with workplace(cache_dir, engines) as (model_dir, answers):
+        with Rig("lean", model_dir, cache_dir, engines, logs / "table" if logs else None) as rig:
+            cells = run_table(rig, answers, console)
+    show_cells(cells, console)
+    for what in rig.orphans:
+        console.print(f"left behind: {what}", style="red", soft_wrap=True)
+    found = cells_summary(cells, rig.orphans, f"pdd chaos --table --engines {','.join(engines)}")
+    if json_file is not None:
+        save(found, json_file)
+    return 1 if found["not_as_designed"] or rig.orphans else 0
 
 
 @contextlib.contextmanager

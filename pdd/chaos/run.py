@@ -20,7 +20,7 @@ from pdd.chaos.outcome import Outcome
 from pdd.chaos.plan import ChaosFault, ChaosPlan
 from pdd.chaos.shapes import SHAPES, Engines, ShapeName, launch_config
 from pdd.chaos.traffic import Ask
-from pdd.chaos.watch import Idle, wait_idle
+from pdd.chaos.watch import Idle, wait_healthy, wait_idle
 from pdd.launch.local import Deployment
 
 # Longer than any timeout of the system itself: a request that has not ended by then never would.
@@ -101,6 +101,7 @@ class Rig:
         """Whole again, then nobody holds anything. Also who had died by itself, and was started again."""
         self.injector.heal()
         died = self.injector.raise_the_dead()
+        wait_healthy(self.deployment.topology.http, time.monotonic() + RESTART_S)
         return wait_idle(self.deployment, IDLE_WITHIN_S), died
 
 

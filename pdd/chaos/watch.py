@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import socket
 import time
 from dataclasses import dataclass
@@ -44,6 +45,25 @@ def wait_listening(address: Address, deadline_s: float) -> None:
         else:
             return
     raise NotInTimeError(f"nobody listens at {address}")
+
+
+def wait_healthy(door: Address, deadline_s: float) -> None:
+    """Until the coordinator says that it can use every worker; one that is back is used once it was met again. Raises NotInTimeError."""
+    said = "nothing"
+    while time.monotonic() < deadline_s:
+        connection = http.client.HTTPConnection(door.host, door.port, timeout=_ASK_TIMEOUT_S)
+        try:
+            connection.request("GET", "/health")
+            response = connection.getresponse()
+            said = response.read().decode("utf-8", "replace")
+            if response.status == http.HTTPStatus.OK:
+                return
+        except (OSError, http.client.HTTPException) as error:
+            said = str(error)
+        finally:
+            connection.close()
+        time.sleep(_POLL_S)
+    raise NotInTimeError(f"the coordinator is not healthy again, it says: {said}")
 
 
 def ledger(address: str) -> worker_pb2.LedgerReply:
