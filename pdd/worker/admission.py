@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 
-from pdd.worker.fairness import TenantService
+from pdd.fairness import TenantService
 from pdd.worker.kv_memory import KVMemory
 from pdd.worker.preemption import choose_victim
 from pdd.worker.request import Phase, RequestState

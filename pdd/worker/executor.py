@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pdd.errors import Code
+from pdd.fairness import TenantService
 from pdd.worker import messages as m
 from pdd.worker.admission import Admission
 from pdd.worker.batch import BatchRow, build_step
-from pdd.worker.fairness import TenantService
 from pdd.worker.kv_memory import KVMemory
 from pdd.worker.metrics import Counters
 from pdd.worker.push_feed import PushFeed

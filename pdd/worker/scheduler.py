@@ -12,7 +12,7 @@ class RowDemand:
 
     ``samples``: the last pending token's logits choose a token. ``order``: arrival, lower is older. ``last_step``: number of the step
     in which the request last had a row, 0 for never. ``chunks_waited``: steps that computed a chunk while this decode row was left out.
-    ``tenant_service``: what its tenant has had (:class:`pdd.worker.fairness.TenantService`); lower comes first.
+    ``tenant_service``: what its tenant has had (:class:`pdd.fairness.TenantService`); lower comes first.
     """
 
     request_id: str

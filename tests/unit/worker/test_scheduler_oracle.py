@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from pdd.worker.fairness import COMPUTED_WEIGHT, SAMPLED_WEIGHT, TenantService
+from pdd.fairness import COMPUTED_WEIGHT, SAMPLED_WEIGHT, TenantService
 from pdd.worker.scheduler import PlannedRow, RowDemand, StepBudget, plan_step
 
 
