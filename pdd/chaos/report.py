@@ -24,7 +24,7 @@ DEADLY = ("kill", "cut", "reset", "half_close", "black_hole", "flip")
 class FaultRow:
     """``alive``: requests under way when it happened · ``continued``: of these, those that finished · ``failed``: ended with an error ·
     ``median_added_s``, ``largest_added_s``: of those that continued, from the last token before it to the next one (or from it to the first
-    token), less the usual gap (or the usual time to the first token); None where none was seen.
+    token), less the usual gap (or the usual time to the first token); None where none was seen · ``largest_was``: whose that is.
     """
 
     fault: str
@@ -34,6 +34,7 @@ class FaultRow:
     failed: int
     median_added_s: float | None
     largest_added_s: float | None
+    largest_was: str | None
 
 
 @dataclass(frozen=True)
@@ -73,35 +74,40 @@ def _timed(judged: Judged) -> bool:
     return judged.ask.stream or judged.ask.door == "grpc"
 
 
-def added_s(judged: Judged, strike: Strike, usual: Usual) -> float | None:
-    """See :class:`FaultRow`. None for a request whose tokens had all come, or which are not timed."""
+def added_s(judged: Judged, strike: Strike, usual: Usual) -> list[float]:
+    """See :class:`FaultRow`. Empty for a request whose tokens had all come, or which are not timed."""
     if not _timed(judged):
-        return None
+        return []
     times = [at_s for at_s, _ in judged.outcome.arrivals]
     after = next((at_s for at_s in times if at_s >= strike.at_s), None)
     if after is None:
-        return None
+        return []
     before = [at_s for at_s in times if at_s < strike.at_s]
     wait_s = after - before[-1] - usual.gap_s if before else after - judged.outcome.started_s - usual.ttft_s
-    return max(0.0, wait_s)
+    return [max(0.0, wait_s)]
 
 
 def fault_rows(results: Sequence[SeedResult]) -> list[FaultRow]:
     """One per kind of fault and victim."""
     normal = usual(results)
-    found: dict[str, list[tuple[Strike, list[Judged]]]] = {}
+    found: dict[str, list[tuple[Strike, list[Judged], int]]] = {}
     for result in results:
         for strike in result.strikes:
             alive = [judged for judged in result.judged if judged.outcome.alive(strike.at_s) and judged.outcome.end != "cancelled"]
-            found.setdefault(strike.fault.label, []).append((strike, alive))
+            found.setdefault(strike.fault.label, []).append((strike, alive, result.plan.seed))
     rows = []
     for label, happened in sorted(found.items()):
-        pairs = [(strike, judged) for strike, requests in happened for judged in requests]
-        went_on = [(strike, judged) for strike, judged in pairs if judged.outcome.end == "finished"]
-        added = [value for strike, judged in went_on if (value := added_s(judged, strike, normal)) is not None]
-        failed = sum(judged.outcome.end in ("error", "broken") for _, judged in pairs)
-        median = statistics.median(added) if added else None
-        rows.append(FaultRow(label, len(happened), len(pairs), len(went_on), failed, median, max(added, default=None)))
+        pairs = [(strike, judged, seed) for strike, requests, seed in happened for judged in requests]
+        went_on = [(strike, judged, seed) for strike, judged, seed in pairs if judged.outcome.end == "finished"]
+        added = [
+            (value, f"seed {seed} request {judged.ask.number}")
+            for strike, judged, seed in went_on
+            for value in added_s(judged, strike, normal)
+        ]
+        failed = sum(judged.outcome.end in ("error", "broken") for _, judged, _ in pairs)
+        median = statistics.median(value for value, _ in added) if added else None
+        largest, whose = max(added, default=(None, None))
+        rows.append(FaultRow(label, len(happened), len(pairs), len(went_on), failed, median, largest, whose))
     return rows
 
 
