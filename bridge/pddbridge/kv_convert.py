@@ -53,7 +53,7 @@ def read_block(
     group, index = locate_plane(pool.spec, plane, layers)
     pages = _Pages(pool, page_table, group, index, tokens, heads, {})
     block = KVBlock(plane, layers, tokens, heads, _target(pool, group.planes[index], layers, tokens, heads, out))
-    _copy(pool, [(pages, block)], to_wire=True)
+    _copy(pool, [(pages, block)], to_wire=True, fresh=out is None)
     return block
 
 
@@ -72,7 +72,7 @@ def read_blocks(pool: KVPool, page_table: np.ndarray, tokens: TokenRange, out: S
             pages = _Pages(pool, page_table, group, index, tokens, heads, plans)
             values = _target(pool, plane, layers, tokens, heads, next(given))
             jobs.append((pages, KVBlock(plane.name, layers, tokens, heads, values)))
-    _copy(pool, jobs, to_wire=True)
+    _copy(pool, jobs, to_wire=True, fresh=out is None)
     return tuple(block for _, block in jobs)
 
 
@@ -171,10 +171,10 @@ class _Pages:
             yield from zip(*parts, strict=True)
 
 
-def _copy(pool: KVPool, jobs: Sequence[_Job], *, to_wire: bool) -> None:
-    """Layer by layer, the jobs in turns."""
+def _copy(pool: KVPool, jobs: Sequence[_Job], *, to_wire: bool, fresh: bool = False) -> None:
+    """Layer by layer, the jobs in turns. ``fresh``: into memory that was allocated for it."""
     if (native := native_of(pool)) is not None:
-        _copy_natively(native, jobs, to_wire)
+        _copy_natively(native, jobs, to_wire, fresh)
         return
     move = _take if to_wire else _put
     by_layer: dict[int, list[tuple[_Move, ...]]] = {}
@@ -194,7 +194,7 @@ def native_of(pool: KVPool) -> NativeMoves | None:
     return pool.native
 
 
-def _copy_natively(native: NativeMoves, jobs: Sequence[_Job], to_wire: bool) -> None:
+def _copy_natively(native: NativeMoves, jobs: Sequence[_Job], to_wire: bool, fresh: bool) -> None:
     moves, kept, num_bytes = [], [], 0
     for pages, block in jobs:
         if not block.values.size:
@@ -211,7 +211,7 @@ def _copy_natively(native: NativeMoves, jobs: Sequence[_Job], to_wire: bool) -> 
                 moves.append((*layers, first_wire + part.start, layer_bytes, part.which.ctypes.data, len(part.which), part.unit_bytes))
             kept.append(run)
     if moves:
-        native.make(np.array(moves, MOVE), num_bytes, to_wire=to_wire)
+        native.make(np.array(moves, MOVE), num_bytes, to_wire=to_wire, fresh=fresh)
 
 
 def _take(move: _Move) -> None:

@@ -18,8 +18,10 @@ MOVE: Final = np.dtype(
         *(("wire", np.int64), ("layer_bytes", np.int64), ("which", np.int64), ("num", np.int64), ("unit_bytes", np.int64)),
     ]
 )
-# A conversion to the wire of so much goes past the caches: it would not find its beginning there. A smaller one is sent from them.
-_STREAMED_READ_BYTES: Final = 16 << 20
+# What goes past the caches, from so many bytes on. To the wire: memory that was there is in no cache, or in another core's (a slot that a
+# receiver has read). Fresh memory was zeroed a moment ago and is in them, unless a conversion is too large to find its own beginning there.
+_STREAMED_READ_BYTES: Final = 1 << 20
+_STREAMED_FRESH_BYTES: Final = 16 << 20
 # Pages are read again by attention, among so many others that they are in no cache by then.
 _STREAMED_WRITE_BYTES: Final = 64 << 10
 
@@ -32,10 +34,12 @@ class NativeMoves:
         self._moves.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int)
         self._moves.restype = None
 
-    def make(self, moves: np.ndarray, num_bytes: int, *, to_wire: bool) -> None:
-        """``moves`` [N] of ``MOVE``, contiguous, ``num_bytes`` in all: what they point to is checked and kept by the caller."""
-        streams = num_bytes >= (_STREAMED_READ_BYTES if to_wire else _STREAMED_WRITE_BYTES)
-        self._moves(moves.ctypes.data, len(moves), to_wire, streams)
+    def make(self, moves: np.ndarray, num_bytes: int, *, to_wire: bool, fresh: bool = False) -> None:
+        """``moves`` [N] of ``MOVE``, contiguous, ``num_bytes`` in all: what they point to is checked and kept by the caller. ``fresh``:
+        they go into memory that was allocated for them.
+        """
+        threshold = _STREAMED_WRITE_BYTES if not to_wire else _STREAMED_FRESH_BYTES if fresh else _STREAMED_READ_BYTES
+        self._moves(moves.ctypes.data, len(moves), to_wire, num_bytes >= threshold)
 
 
 def native_moves(cache_dir: str | None) -> tuple[NativeMoves | None, dict[str, int]]:

@@ -24,7 +24,7 @@ def moves() -> NativeMoves:
 
 @pytest.fixture(params=[1, 1 << 40], ids=["past the caches", "through them"])
 def threshold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_STREAMED_READ_BYTES", "_STREAMED_WRITE_BYTES"):
+    for name in ("_STREAMED_READ_BYTES", "_STREAMED_FRESH_BYTES", "_STREAMED_WRITE_BYTES"):
         monkeypatch.setattr(native, name, request.param)
 
 
