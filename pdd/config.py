@@ -12,6 +12,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from pdd.faults import Fault, RandomFaults
+from pdd.flow_config import FlowConfig
 from pdd.policy.link_schedule import Schedule
 from pdd.policy_config import PolicyConfig
 from pdd.roles import Role
@@ -134,6 +135,7 @@ class LaunchConfig(StrictModel):
     policy: PolicyConfig = PolicyConfig()
     security: SecurityConfig = SecurityConfig()
     survival: SurvivalConfig = SurvivalConfig()
+    flow: FlowConfig = FlowConfig()
     start_timeout_s: Annotated[float, Field(gt=0)] = 300.0
 
     @model_validator(mode="after")

@@ -34,6 +34,7 @@ class BeginRun:
         if await self._enter(may_relay) == "relay":
             reserved = await reserve(parts.context.pool, parts.holders, True, self._relay_limit, parts.share, with_main=False)
             if reserved.relay is not None and reserved.relay.miss_tokens(parts.prompt_tokens) == 0:
+                parts.context.granted(parts.request.request_id)
                 self._relay_shared(reserved.relay)
                 return reserved.early
             if reserved.relay is not None:
@@ -41,6 +42,7 @@ class BeginRun:
             else:
                 await self._enter(may_relay=False)
         reserved = await reserve(parts.context.pool, parts.holders, may_relay, self._relay_limit, parts.share)
+        parts.context.granted(parts.request.request_id)
         self._choose(reserved)
         self.start_prefill()
         return reserved.early

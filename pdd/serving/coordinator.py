@@ -11,6 +11,7 @@ from pdd.config import LaunchConfig
 from pdd.errors import Code, PddError
 from pdd.policy.outcomes import DecisionRecord
 from pdd.serving.acceptor import Acceptor
+from pdd.serving.admission_queue import AdmissionQueue, main_room
 from pdd.serving.background import Background
 from pdd.serving.decisions import DecisionLog
 from pdd.serving.learned import Learned
@@ -59,7 +60,8 @@ class Coordinator:
         policy_metrics = PolicyMetrics(metrics.registry, learned)
         self._background = Background(config.policy.background, pool, prompts, learned, metrics, policy_metrics)
         self._decisions = DecisionLog(config.policy.num_decisions_kept, config.policy.ttft_target_s, learned, policy_metrics)
-        self._context = RunContext(config, pool, links, metrics, prompts, learned, self._background)
+        self._admission = AdmissionQueue(config.flow, lambda: main_room(pool, config.flow.rows_factor), metrics.registry)
+        self._context = RunContext(config, pool, links, metrics, prompts, learned, self._background, self._admission.granted)
         self._running: dict[str, asyncio.Task[None]] = {}
         metrics.registry.register(WorkerCollector(pool))
         metrics.registry.register(LinkCollector(pool))
@@ -129,16 +131,20 @@ class Coordinator:
         self.metrics.prompt_tokens.inc(len(request.prompt_ids))
         try:
             emit: Callable[[Delta], None] = deltas.put_nowait
-            if request.prompt_logprobs is not None:
-                emit = _WithPrompt(await score_prompt(request, self._pool), emit)
-            if request.prompt_only:
-                emit(Delta((), "", 0, "main", "length", timeline.build()))
-                outcome = "length"
-            else:
-                acceptor = Acceptor(request, self._text_model)
-                await RequestRun(request, self._context, acceptor, timeline, emit).run()
-                outcome = acceptor.finish_reason or "stop"
+            async with self._admission.admitted(request) as waited_s:
+                request = replace(request, timeout_s=max(0.001, request.timeout_s - waited_s))
+                if request.prompt_logprobs is not None:
+                    emit = _WithPrompt(await score_prompt(request, self._pool), emit)
+                if request.prompt_only:
+                    emit(Delta((), "", 0, "main", "length", timeline.build()))
+                    outcome = "length"
+                else:
+                    acceptor = Acceptor(request, self._text_model)
+                    await RequestRun(request, self._context, acceptor, timeline, emit).run()
+                    outcome = acceptor.finish_reason or "stop"
         except PddError as error:
+            if error.code is Code.RESOURCE_EXHAUSTED and error.retry_after_s is None:
+                error.retry_after_s = self._admission.retry_after_s
             outcome = error.code.name.lower()
             _log.warning("request %s ended with %s: %s", request.request_id, error.code.name, error)
             raise
@@ -162,6 +168,7 @@ class Coordinator:
             raise PddError(
                 Code.RESOURCE_EXHAUSTED,
                 f"{len(self._running)} requests are running, allowed are {self._config.serving.max_queued_requests}",
+                retry_after_s=self._admission.retry_after_s,
             )
         if request.request_id in self._running:
             raise PddError(Code.INVALID_ARGUMENT, f"request_id: {request.request_id!r} is running already", "request_id")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdd.config import LaunchConfig
@@ -24,7 +25,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunContext:
-    """What all requests of a coordinator share."""
+    """What all requests of a coordinator share. ``granted``: to be told the id of a request that main has given its pages, or that needs
+    none.
+    """
 
     config: LaunchConfig
     pool: WorkerPool
@@ -33,6 +36,7 @@ class RunContext:
     prompts: SharedPrompts
     learned: Learned
     background: Background
+    granted: Callable[[str], None]
 
 
 @dataclass(eq=False)
