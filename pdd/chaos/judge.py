@@ -33,7 +33,7 @@ def judge(outcome: Outcome, expected: Expected, released_text: str, strikes: Seq
     if outcome.end in ("hung", "silent"):
         return Verdict("lost", f"{outcome.end} after {len(outcome.ids)} of {len(expected.ids)} tokens")
     disturbed = [strike for strike in strikes if strike.disturbs(outcome.started_s - _NOTICE_S, outcome.ended_s)]
-    coordinator_died = any(strike.fault.victim == COORDINATOR for strike in disturbed)
+    coordinator_died = any(strike.fault.victim == COORDINATOR and strike.fault.kind == "kill" for strike in disturbed)
     if outcome.num_ends > 1 and not coordinator_died:
         return Verdict("ended_twice", f"{outcome.num_ends} ends: {outcome.finish_reason}, {outcome.code} {outcome.message}")
     wrong = _compare(outcome.ids, expected.ids, whole=outcome.end == "finished")

@@ -81,9 +81,11 @@ def _fault(rng: random.Random, shape: Shape, asks: Sequence[Ask]) -> ChaosFault:
     if rng.random() < 0.6:
         # The coordinator takes every stream with it, so it dies seldom enough for the others to be seen.
         victim = rng.choices((*shape.workers, "coordinator", "link"), (*(1.0 for _ in shape.workers), 0.3, 0.5))[0]
-        if victim in ("coordinator", "link") or rng.random() < 0.7:
+        if victim == "link" or rng.random() < 0.7:
             return ChaosFault("kill", victim, moment, lasts_s=rng.uniform(0.0, 1.0))
-        return ChaosFault("pause", victim, moment, lasts_s=rng.uniform(0.2, 3.0))
+        # Some hang for so long that they are given up, and come back when others have taken over.
+        lasts_s = rng.uniform(11.0, 14.0) if rng.random() < 0.25 else rng.uniform(0.2, 3.0)
+        return ChaosFault("pause", victim, moment, lasts_s)
     kind = rng.choice(LINK_KINDS)
     return ChaosFault(
         kind,

@@ -25,7 +25,8 @@ def test_a_seed_decides_everything() -> None:
 def test_seeds_reach_every_fault_and_victim_in_every_shape() -> None:
     kinds = {(fault.kind, fault.victim.split("-")[0]) for fault in FAULTS}
     assert {("kill", part) for part in ("prefill", "relay", "main", "coordinator", "link")} <= kinds
-    assert {("pause", part) for part in ("prefill", "relay", "main")} <= kinds
+    assert {("pause", part) for part in ("prefill", "relay", "main", "coordinator")} <= kinds
+    assert any(fault.kind == "pause" and fault.lasts_s > 10 for fault in FAULTS)
     assert {(kind, "link") for kind in LINK_KINDS} <= kinds
     assert {plan.shape for plan in PLANS} == set(NAMES)
     for plan in PLANS:
