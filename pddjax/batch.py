@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -11,11 +11,14 @@ from pddbridge.scoring import score_offsets
 from pddjax.buckets import Buckets, pick
 from pddkernels.jax_ops import JaxOps
 
+# A column past every step's tokens: nobody looks at its hidden state, whatever it is.
+NO_COLUMN: Final = np.iinfo(np.int32).max
+
 
 class DecodeBatch(NamedTuple):
     """One new token per row, R rows padded to a bucket: ``token_ids``, ``context_lens``, ``num_new`` (1, padding 0), ``slots`` [R] i32 ·
     ``page_tables`` [R, P] i32 · ``sample_columns`` [max_rows + MAX_SCORED_TOKENS] i32, which of the R hidden states choose a
-    token and, from ``max_rows`` on, which are scored.
+    token and, from ``max_rows`` on, which are scored; ``NO_COLUMN`` for none.
     """
 
     token_ids: np.ndarray
@@ -71,7 +74,7 @@ def empty_decode(config: EngineConfig, num_rows: int) -> DecodeBatch:
     """A batch of nothing but padding: it writes no page."""
     zeros = np.zeros(num_rows, np.int32)
     tables = np.zeros((num_rows, pages_per_row(config)), np.int32)
-    return DecodeBatch(zeros, zeros, zeros, padding_slots(config, num_rows), tables, np.zeros(num_columns(config), np.int32))
+    return DecodeBatch(zeros, zeros, zeros, padding_slots(config, num_rows), tables, np.full(num_columns(config), NO_COLUMN, np.int32))
 
 
 def empty_ragged(config: EngineConfig, num_tokens: int, ops: JaxOps) -> RaggedBatch:
@@ -86,7 +89,7 @@ def empty_ragged(config: EngineConfig, num_tokens: int, ops: JaxOps) -> RaggedBa
         padding_slots(config, num_tokens),
         tables,
         plan,
-        np.zeros(num_columns(config), np.int32),
+        np.full(num_columns(config), NO_COLUMN, np.int32),
     )
 
 
@@ -137,8 +140,11 @@ def _tables(step: Step, config: EngineConfig, num_rows: int) -> np.ndarray:
 
 def _sample_columns(step: Step, config: EngineConfig) -> np.ndarray:
     last = step.row_starts[1:] - 1
-    samples = _padded(np.array([last[sample.row] for sample in step.samples], np.int32), config.max_rows)
-    return np.concatenate((samples, _padded(score_offsets(step.row_starts, step.scores), MAX_SCORED_TOKENS)))
+    columns = np.full(num_columns(config), NO_COLUMN, np.int32)
+    columns[: len(step.samples)] = [last[sample.row] for sample in step.samples]
+    scored = score_offsets(step.row_starts, step.scores)
+    columns[config.max_rows : config.max_rows + len(scored)] = scored
+    return columns
 
 
 def _padded(values: np.ndarray, size: int) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ from pddbridge.sampling_params import TokenRecord
 from pddbridge.scoring import next_ids, score_records
 from pddjax.batch import DecodeBatch, RaggedBatch, empty_decode, empty_ragged, pack, pages_per_row
 from pddjax.buckets import Buckets, pick
+from pddjax.fused import FusedFunctions
 from pddjax.kv import KVPool, Placement
 from pddjax.programs import ModelFunctions, Programs
 from pddjax.score import scores_of
@@ -40,6 +42,8 @@ from pddjax.sharding import TensorParallel
 from pddjax.threads import pool_size
 from pddjax.weights import load_model
 from pddkernels import jax_ops
+
+Functions: TypeAlias = ModelFunctions | FusedFunctions | ShardedFunctions
 
 
 def create(model_dir: str, config: EngineConfig, choose_ops: Callable[..., jax_ops.JaxOps] = jax_ops.choose) -> JaxEngine:
@@ -72,7 +76,8 @@ def create_from(checkpoint: ModelTensors, config: EngineConfig, choose_ops: Call
     )
     if config.num_devices == 1:
         model = load_model(checkpoint, dtype, config.max_context_tokens, devices[0], ops.product)
-        functions: ModelFunctions | ShardedFunctions = ModelFunctions(model, ops)
+        whole_layers, ops = ops.for_layers(dtype)
+        functions: Functions = FusedFunctions(model, devices[0]) if whole_layers else ModelFunctions(model, ops)
         placement = Placement.on_one(devices[0], ops)
     else:
         functions, placement = split_over(devices, checkpoint, dtype, ops, config.max_context_tokens)
@@ -87,7 +92,7 @@ class JaxEngine:
         spec: ModelSpec,
         config: EngineConfig,
         weights_digest: str,
-        functions: ModelFunctions | ShardedFunctions,
+        functions: Functions,
         placement: Placement,
     ) -> None:
         self._spec, self._config, self._weights_digest = spec, config, weights_digest

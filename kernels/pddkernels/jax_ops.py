@@ -10,7 +10,7 @@ An object stands for one layer's attention on one device: with tensor parallelis
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 import jax
@@ -65,6 +65,19 @@ class JaxOps:
     @property
     def _attends_natively(self) -> bool:
         return self.native and native_calls.has_attention(self.kv_dtype)
+
+    def for_layers(self, compute_dtype: jnp.dtype) -> tuple[bool, JaxOps]:
+        """Whether :func:`pddkernels.native_xla.layers.layer` runs a decoder layer in one call here, and these operations, with the reason
+        among the fallbacks if only that keeps it from it.
+        """
+        if not self._attends_natively:
+            return False, self
+        reasons = []
+        if compute_dtype != jnp.float32:
+            reasons.append("portable_layers_compute_dtype")
+        if self.head_dim > native_calls.MAX_HEAD_DIM:
+            reasons.append("portable_layers_head_dim")
+        return not reasons, replace(self, fallbacks=(*self.fallbacks, *reasons))
 
     def plan(self, row_starts: np.ndarray, context_lens: np.ndarray, num_tokens: int, max_rows: int) -> tuple[np.ndarray, ...]:
         """What :meth:`attend` needs of a step besides page tables: host arrays, their shapes given by ``num_tokens`` and ``max_rows``.

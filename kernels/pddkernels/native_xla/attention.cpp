@@ -1,51 +1,35 @@
-// Attention over interleaved pages [pages, page_size, 2 * kv_heads, dim], straight from the pages: rows with one new token here, others by
-// chunks.h.
+// Rows with one new token here, others by chunks.h; and both as XLA calls them.
 //
-// The keys of a row with one new token are cut into spans at absolute multiples of kSpan positions, so how a row is computed depends on the row alone. Every (span,
-// KV head) is a part: scores, their maximum, the sum of their exponentials and the weighted sum of values, float32. Then each row's spans are
-// merged (the online softmax of arXiv:1805.02867).
-#include <vector>
-
-#include "numbers.h"
-#include "parallel.h"
-
-namespace ffi = xla::ffi;
-
-namespace pdd {
-
-struct Shape {
-  long heads, kv_heads, dim, page_size;
-  float scale, soft_cap;  // soft_cap 0: none
-};
-
-}  // namespace pdd
+// The keys of a row with one new token are cut into spans at absolute multiples of kSpan positions, so how a row is computed depends on the row
+// alone. Every (span, KV head) is a part: scores, their maximum, the sum of their exponentials and the weighted sum of values, float32. Then
+// each row's spans are merged (the online softmax of arXiv:1805.02867).
+#include "attention.h"
 
 #include "chunks.h"
+#include "ffi.h"
 
 namespace pdd {
 namespace {
 
 constexpr long kSpan = 256;
 constexpr long kFetchAhead = 4;  // keys
-
-// A row's new token, the `token`-th of the batch, at `position`.
-struct Row {
-  const std::int32_t* table;
-  long token, position;
-};
+constexpr long kLineBytes = 64;
 
 struct Span {
   long row, begin, end;
 };
 
 // Calls visit(position - begin, the head's first value of the token) for every position of the span; a token's values are `stride` apart.
+// `bytes`: of the head's values.
 template <class Page, class Visit>
-void each_key(const Page* plane, const std::int32_t* table, const Span& span, long page_size, long stride, Visit visit) {
+void each_key(const Page* plane, const std::int32_t* table, const Span& span, long page_size, long stride, long bytes, Visit visit) {
   for (long position = span.begin; position < span.end;) {
     const long slot = position % page_size, stop = std::min(span.end, position - slot + page_size);
     const Page* at = plane + (long(table[position / page_size]) * page_size + slot) * stride;
     for (; position < stop; ++position, at += stride) {
-      __builtin_prefetch(at + kFetchAhead * stride);
+      const char* ahead = (const char*)(at + kFetchAhead * stride);
+      __builtin_prefetch(ahead);
+      if (bytes > kLineBytes) __builtin_prefetch(ahead + kLineBytes);
       visit(position - span.begin, at);
     }
   }
@@ -75,7 +59,7 @@ void attend_heads(const float* queries, const Page* k, const std::int32_t* table
   floats q[kHeads][kVectors];
   for (int h = 0; h < kHeads; ++h)
     for (int i = 0; i < kVectors; ++i) q[h][i] = load(queries + h * shape.dim + i * kLanes) * shape.scale;
-  each_key(k, table, span, shape.page_size, stride, [&](long at, const Page* key) {
+  each_key(k, table, span, shape.page_size, stride, shape.dim * long(sizeof(Page)), [&](long at, const Page* key) {
     floats products[kHeads] = {};
 #pragma GCC unroll 16
     for (int i = 0; i < kVectors; ++i) {
@@ -88,7 +72,7 @@ void attend_heads(const float* queries, const Page* k, const std::int32_t* table
   });
   for (int h = 0; h < kHeads; ++h) exponentials(scores[h], span.end - span.begin, shape.soft_cap, maxima[h], sums[h]);
   floats weighted[kHeads][kVectors] = {};
-  each_key(k + shape.dim, table, span, shape.page_size, stride, [&](long at, const Page* value) {
+  each_key(k + shape.dim, table, span, shape.page_size, stride, shape.dim * long(sizeof(Page)), [&](long at, const Page* value) {
 #pragma GCC unroll 16
     for (int i = 0; i < kVectors; ++i) {
       const floats values = load(value + i * kLanes);
@@ -125,14 +109,14 @@ void attend_any(const float* queries, const Page* k, const std::int32_t* table, 
   for (long h = 0; h < group; ++h) {
     const float* q = queries + h * dim;
     float* to = out + h * dim;
-    each_key(k, table, span, shape.page_size, stride, [&](long at, const Page* key) {
+    each_key(k, table, span, shape.page_size, stride, shape.dim * long(sizeof(Page)), [&](long at, const Page* key) {
       float score = 0;
       for (long i = 0; i < dim; ++i) score += q[i] * shape.scale * widen(key[i]);
       scores[at] = score;
     });
     exponentials(scores, span.end - span.begin, shape.soft_cap, maxima[h], sums[h]);
     std::fill(to, to + dim, 0.0f);
-    each_key(k + dim, table, span, shape.page_size, stride, [&](long at, const Page* value) {
+    each_key(k + dim, table, span, shape.page_size, stride, shape.dim * long(sizeof(Page)), [&](long at, const Page* value) {
       for (long i = 0; i < dim; ++i) to[i] += scores[at] * widen(value[i]);
     });
   }
@@ -167,8 +151,10 @@ void merge(const Shape& shape, const float* maxima, const float* sums, const flo
   }
 }
 
+}  // namespace
+
 template <class Page>
-void attend_rows(ffi::ThreadPool& pool, const std::vector<Row>& rows, const float* queries, const Page* pages, const Shape& shape,
+void attend_rows(Team& team, const std::vector<Row>& rows, const float* queries, const Page* pages, const Shape& shape,
                  long window, const float* sinks, float* out) {
   std::vector<Span> spans;
   std::vector<long> first_spans;
@@ -182,22 +168,22 @@ void attend_rows(ffi::ThreadPool& pool, const std::vector<Row>& rows, const floa
   const long num_spans = long(spans.size()), group = shape.heads / shape.kv_heads, values = shape.heads * shape.dim;
   std::vector<float> scratch(num_spans * (2 * shape.heads + values));
   float *maxima = scratch.data(), *sums = maxima + num_spans * shape.heads, *parts = sums + num_spans * shape.heads;
-  parallel(pool, num_spans * shape.kv_heads, [&](long part) {
+  team(num_spans * shape.kv_heads, [&](long part) {
     const long kv_head = part % shape.kv_heads, index = part / shape.kv_heads;
     const Row& row = rows[spans[index].row];
     const long first = index * shape.heads + kv_head * group;
     attend_span(queries + row.token * values + kv_head * group * shape.dim, pages + 2 * kv_head * shape.dim, row.table, spans[index], shape,
                 maxima + first, sums + first, parts + first * shape.dim);
   });
-  for (long row = 0; row < long(rows.size()); ++row) {
+  team(long(rows.size()), [&](long row) {
     const long begin = first_spans[row], count = first_spans[row + 1] - begin;
     merge(shape, maxima + begin * shape.heads, sums + begin * shape.heads, parts + begin * values, count, sinks,
           out + rows[row].token * values);
-  }
+  });
 }
 
 template <class Page>
-void attend(ffi::ThreadPool& pool, const float* queries, const Page* pages, const std::int32_t* tables, long table_width,
+void attend(Team& team, const float* queries, const Page* pages, const std::int32_t* tables, long table_width,
             const std::int32_t* row_starts, const std::int32_t* context_lens, long num_rows, long num_tokens, const float* sinks, long window,
             const Shape& shape, float* out) {
   const long group = shape.heads / shape.kv_heads, columns = kMostVectors * kLanes;
@@ -214,27 +200,26 @@ void attend(ffi::ThreadPool& pool, const float* queries, const Page* pages, cons
         blocks.push_back({table, token, std::min(tokens, stop - token), context_lens[row] + token - start, head,
                           std::min(heads, group - head % group), head / group});
   }
-  attend_rows(pool, rows, queries, pages, shape, window, sinks, out);
+  attend_rows(team, rows, queries, pages, shape, window, sinks, out);
   const long last = long(blocks.size()) - 1;  // a row's last blocks see the most keys, so they come first
-  parallel(pool, last + 1, [&](long part) { attend_block(blocks[last - part], queries, pages, shape, window, sinks, out); });
+  team(last + 1, [&](long part) { attend_block(blocks[last - part], queries, pages, shape, window, sinks, out); });
   std::fill(out + row_starts[num_rows] * shape.heads * shape.dim, out + num_tokens * shape.heads * shape.dim, 0.0f);
 }
 
-// Calls with(pages in their format).
-template <class With>
-ffi::Error with_pages(const ffi::AnyBuffer& pages, With with) {
-  if (pages.element_type() == ffi::F32) with((const float*)pages.untyped_data());
-  else if (pages.element_type() == ffi::U16) with((const bfloat16*)pages.untyped_data());
-  else return ffi::Error::InvalidArgument("pages must be float32, or bfloat16 as uint16");
-  return ffi::Error::Success();
-}
+#define PDD_PAGE(Page) \
+  template void attend_rows(Team&, const std::vector<Row>&, const float*, const Page*, const Shape&, long, const float*, float*); \
+  template void attend(Team&, const float*, const Page*, const std::int32_t*, long, const std::int32_t*, const std::int32_t*, long, long, \
+                       const float*, long, const Shape&, float*);
+PDD_PAGE(float)
+PDD_PAGE(bfloat16)
+#undef PDD_PAGE
+
+namespace {
 
 Shape shape_of(ffi::Buffer<ffi::F32>& queries, const ffi::AnyBuffer& pages, float scale, float soft_cap) {
   const auto query_dims = queries.dimensions(), page_dims = pages.dimensions();
   return {query_dims[1], page_dims[2] / 2, query_dims[2], page_dims[1], scale, soft_cap};
 }
-
-const float* sinks_in(ffi::Buffer<ffi::F32>& sinks) { return sinks.element_count() == 0 ? nullptr : sinks.typed_data(); }
 
 ffi::Error decode(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> queries, ffi::AnyBuffer pages, ffi::Buffer<ffi::S32> tables,
                   ffi::Buffer<ffi::S32> context_lens, ffi::Buffer<ffi::S32> num_new, ffi::Buffer<ffi::F32> sinks, float scale, float soft_cap,
@@ -246,8 +231,9 @@ ffi::Error decode(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> queries, ffi::AnyB
     if (num_new.typed_data()[row] == 0) std::fill(to, to + shape.heads * shape.dim, 0.0f);
     else rows.push_back({tables.typed_data() + row * tables.dimensions()[1], row, context_lens.typed_data()[row]});
   }
+  Team team(pool);
   return with_pages(pages, [&](auto* values) {
-    attend_rows(pool, rows, queries.typed_data(), values, shape, window, sinks_in(sinks), out->typed_data());
+    attend_rows(team, rows, queries.typed_data(), values, shape, window, optional(sinks), out->typed_data());
   });
 }
 
@@ -255,9 +241,10 @@ ffi::Error ragged(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> queries, ffi::AnyB
                   ffi::Buffer<ffi::S32> row_starts, ffi::Buffer<ffi::S32> context_lens, ffi::Buffer<ffi::S32> num_rows,
                   ffi::Buffer<ffi::F32> sinks, float scale, float soft_cap, std::int64_t window, ffi::ResultBuffer<ffi::F32> out) {
   const Shape shape = shape_of(queries, pages, scale, soft_cap);
+  Team team(pool);
   return with_pages(pages, [&](auto* values) {
-    attend(pool, queries.typed_data(), values, tables.typed_data(), tables.dimensions()[1], row_starts.typed_data(),
-           context_lens.typed_data(), num_rows.typed_data()[0], queries.dimensions()[0], sinks_in(sinks), window, shape, out->typed_data());
+    attend(team, queries.typed_data(), values, tables.typed_data(), tables.dimensions()[1], row_starts.typed_data(),
+           context_lens.typed_data(), num_rows.typed_data()[0], queries.dimensions()[0], optional(sinks), window, shape, out->typed_data());
   });
 }
 

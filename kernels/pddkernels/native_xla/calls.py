@@ -16,8 +16,9 @@ from pddkernels.native.build import compiled
 from pddkernels.ragged_paged_attention.options import AttentionOptions
 
 _SOURCES: Final = Path(__file__).parent
-_TARGETS: Final = ("pdd_product", "pdd_attend_decode", "pdd_attend_ragged")
+_TARGETS: Final = ("pdd_product", "pdd_attend_decode", "pdd_attend_ragged", "pdd_layer", "pdd_head")
 _COLUMNS: Final = (1, 4, 8, 16)
+MAX_HEAD_DIM: Final = 512  # native/numbers.h
 
 _registering: Final = threading.Lock()
 _registered: Final[set[str]] = set()

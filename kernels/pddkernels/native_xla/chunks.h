@@ -7,6 +7,7 @@
 
 #include <vector>
 
+#include "attention.h"
 #include "numbers.h"
 
 namespace pdd {
@@ -15,32 +16,52 @@ constexpr int kBlockKeys = 64;
 constexpr int kMostVectors = 6;
 constexpr float kMasked = -1e30f;
 
-// c [rows][width] += sum over k < depth of a[row * row_stride + k * depth_stride] * b[k][width], width = kVectors * 16.
-template <int kVectors>
-void accumulate(const float* a, long row_stride, long depth_stride, const float* b, float* c, long rows, long depth) {
+// 2^x for x <= 0 to 2 units in the last place (a minimax polynomial for [-1/2, 1/2]); 2^-126 for anything lower. NaN stays NaN.
+inline floats exponential2(floats x) {
+  constexpr float kToInteger = 12582912.0f;  // added to a float it leaves no fraction, and the integer in the lowest bits
+  x = x < -126.0f ? floats{} - 126.0f : x;
+  const floats shifted = x + kToInteger, r = x - (shifted - kToInteger);
+  floats p = r * 1.32764655e-3f + 9.67554128e-3f;
+  p = p * r + 5.55071329e-2f;
+  p = p * r + 2.40221197e-1f;
+  p = p * r + 6.93146967e-1f;
+  p = p * r + 1.00000007f;
+  return (floats)((words)p + ((words)shifted << 23));
+}
+
+// c [rows][width] = c * shrink [width] + sum over k < depth of a[row * row_stride + k * depth_stride] * b[k][width], width = kVectors * 16;
+// without kKeep c was nothing. Eight rows times three vectors at a time: 24 sums in registers for 11 loads.
+template <int kVectors, bool kKeep>
+void accumulate(const float* a, long row_stride, long depth_stride, const float* b, const float* shrink, float* c, long rows, long depth) {
   constexpr int kWidth = kVectors * kLanes;
-  const auto tile = [&](auto count, long row) {
-    constexpr int kRows = decltype(count)::value;
-    floats sums[kRows][kVectors];
+  const auto tile = [&](auto num_rows, auto num_columns, long row, int first) {
+    constexpr int kRows = decltype(num_rows)::value, kColumns = decltype(num_columns)::value;
+    floats sums[kRows][kColumns];
     for (int r = 0; r < kRows; ++r)
-      for (int v = 0; v < kVectors; ++v) sums[r][v] = load(c + (row + r) * kWidth + v * kLanes);
-    for (long k = 0; k < depth; ++k) {
-      floats column[kVectors];
+      for (int v = 0; v < kColumns; ++v)
+        if constexpr (kKeep) sums[r][v] = load(c + (row + r) * kWidth + (first + v) * kLanes) * load(shrink + (first + v) * kLanes);
+        else sums[r][v] = floats{};
+    const float *from = a + row * row_stride, *columns = b + first * kLanes;
+    for (long k = 0; k < depth; ++k, from += depth_stride, columns += kWidth) {
+      floats column[kColumns];
+#pragma GCC unroll 4
+      for (int v = 0; v < kColumns; ++v) column[v] = load(columns + v * kLanes);
 #pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v) column[v] = load(b + k * kWidth + v * kLanes);
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) {
-        const float value = a[(row + r) * row_stride + k * depth_stride];
-#pragma GCC unroll 8
-        for (int v = 0; v < kVectors; ++v) sums[r][v] += column[v] * value;
-      }
+      for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+        for (int v = 0; v < kColumns; ++v) sums[r][v] += column[v] * from[r * row_stride];
     }
     for (int r = 0; r < kRows; ++r)
-      for (int v = 0; v < kVectors; ++v) store(c + (row + r) * kWidth + v * kLanes, sums[r][v]);
+      for (int v = 0; v < kColumns; ++v) store(c + (row + r) * kWidth + (first + v) * kLanes, sums[r][v]);
   };
-  long row = 0;
-  for (; row + 4 <= rows; row += 4) tile(std::integral_constant<int, 4>{}, row);
-  for (; row < rows; ++row) tile(std::integral_constant<int, 1>{}, row);
+  const auto all_rows = [&](auto num_columns, int first) {
+    long row = 0;
+    for (; row + 8 <= rows; row += 8) tile(std::integral_constant<int, 8>{}, num_columns, row, first);
+    for (; row < rows; ++row) tile(std::integral_constant<int, 1>{}, num_columns, row, first);
+  };
+  int first = 0;
+  for (; first + 3 <= kVectors; first += 3) all_rows(std::integral_constant<int, 3>{}, first);
+  if constexpr (kVectors % 3 != 0) all_rows(std::integral_constant<int, kVectors % 3>{}, first);
 }
 
 // Tokens [token, token + tokens) of the batch, from `position` of their row on, and heads [head, head + heads), all of one KV head.
@@ -70,30 +91,35 @@ void attend_block(const QueryBlock& block, const float* queries, const void* pag
   constexpr int kWidth = kVectors * kLanes;
   const long dim = shape.dim;
   thread_local std::vector<float> scratch;
-  scratch.assign((2 * dim + kBlockKeys) * kWidth + 2 * kBlockKeys * dim + kLanes, 0.0f);
+  scratch.resize((2 * dim + kBlockKeys) * kWidth + 2 * kBlockKeys * dim + kLanes);
   // On a cache line, else every other load of a vector takes two of them.
   float* aligned = (float*)((std::uintptr_t(scratch.data()) + sizeof(floats) - 1) / sizeof(floats) * sizeof(floats));
   float *q = aligned, *sums = q + dim * kWidth, *scores = sums + dim * kWidth;  // [dim][width], [dim][width], [keys][width]
   float *keys = scores + kBlockKeys * kWidth, *values = keys + kBlockKeys * dim;       // [keys][dim] each
-  float positions[kWidth], maxima[kWidth], totals[kWidth];
+  // Scores are in units of ln 2, so that their exponentials are powers of two; a cap comes before.
+  constexpr float kLog2E = 1.44269504f;
+  const float unit = shape.soft_cap > 0 ? shape.scale : shape.scale * kLog2E;
+  alignas(64) float positions[kWidth], maxima[kWidth], totals[kWidth], shrink[kWidth];
   for (int column = 0; column < kWidth; ++column) {
     const long head = column / block.tokens, token = column % block.tokens;
     const bool valid = head < block.heads;
     positions[column] = float(block.position + (valid ? token : 0));  // exact up to 2^24
-    maxima[column] = valid && sinks != nullptr ? sinks[block.head + head] : kMasked;
+    maxima[column] = valid && sinks != nullptr ? sinks[block.head + head] * kLog2E : kMasked;
     totals[column] = valid && sinks != nullptr ? 1.0f : 0.0f;
-    if (!valid) continue;
+    if (!valid) {
+      for (long i = 0; i < dim; ++i) q[i * kWidth + column] = 0;
+      continue;
+    }
     const float* from = queries + ((block.token + token) * shape.heads + block.head + head) * dim;
-    for (long i = 0; i < dim; ++i) q[i * kWidth + column] = from[i] * shape.scale;
+    for (long i = 0; i < dim; ++i) q[i * kWidth + column] = from[i] * unit;
   }
   const long lowest = window > 0 ? std::max(0L, block.position - window + 1) : 0, end = block.position + block.tokens;
   for (long first = lowest; first < end; first += kBlockKeys) {
     const long count = std::min<long>(kBlockKeys, end - first);
     widen_keys(pages, block, shape, first, count, keys, values);
-    std::fill(scores, scores + count * kWidth, 0.0f);
-    accumulate<kVectors>(keys, dim, 1, q, scores, count, dim);
+    accumulate<kVectors, false>(keys, dim, 1, q, nullptr, scores, count, dim);
     if (shape.soft_cap > 0)
-      for (long i = 0; i < count * kWidth; ++i) scores[i] = shape.soft_cap * std::tanh(scores[i] / shape.soft_cap);
+      for (long i = 0; i < count * kWidth; ++i) scores[i] = kLog2E * shape.soft_cap * std::tanh(scores[i] / shape.soft_cap);
     const bool all_seen = first + count - 1 <= block.position && (window <= 0 || first > end - 1 - window);
     if (!all_seen) {
       for (long key = 0; key < count; ++key) {
@@ -104,24 +130,27 @@ void attend_block(const QueryBlock& block, const float* queries, const void* pag
         }
       }
     }
-    float shrink[kWidth];
-    for (int column = 0; column < kWidth; ++column) shrink[column] = maxima[column];
-    for (long key = 0; key < count; ++key)
-      for (int column = 0; column < kWidth; ++column)
-        maxima[column] = scores[key * kWidth + column] > maxima[column] ? scores[key * kWidth + column] : maxima[column];
-    for (int column = 0; column < kWidth; ++column) {
-      shrink[column] = exponential(shrink[column] - maxima[column]);
-      totals[column] *= shrink[column];
-    }
-    for (long key = 0; key < count; ++key)
-      for (int column = 0; column < kWidth; ++column) {
-        const float weight = exponential(scores[key * kWidth + column] - maxima[column]);
-        scores[key * kWidth + column] = weight;
-        totals[column] += weight;
+    for (int v = 0; v < kVectors; ++v) {
+      float* mine = scores + v * kLanes;
+      const floats before = load(maxima + v * kLanes);
+      floats largest = before;
+      for (long key = 0; key < count; ++key) {
+        const floats score = load(mine + key * kWidth);
+        largest = score > largest ? score : largest;
       }
-    for (long i = 0; i < dim; ++i)
-      for (int column = 0; column < kWidth; ++column) sums[i * kWidth + column] *= shrink[column];
-    accumulate<kVectors>(values, 1, dim, scores, sums, dim, count);
+      const floats less = exponential2(before - largest);
+      floats sum = load(totals + v * kLanes) * less;
+      for (long key = 0; key < count; ++key) {
+        const floats weight = exponential2(load(mine + key * kWidth) - largest);
+        store(mine + key * kWidth, weight);
+        sum += weight;
+      }
+      store(maxima + v * kLanes, largest);
+      store(shrink + v * kLanes, less);
+      store(totals + v * kLanes, sum);
+    }
+    if (first == lowest) accumulate<kVectors, false>(values, 1, dim, scores, nullptr, sums, dim, count);
+    else accumulate<kVectors, true>(values, 1, dim, scores, shrink, sums, dim, count);
   }
   for (long column = 0; column < block.heads * block.tokens; ++column) {
     float* to = out + ((block.token + column % block.tokens) * shape.heads + block.head + column / block.tokens) * dim;

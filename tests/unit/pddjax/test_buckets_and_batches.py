@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pddbridge.engine import MAX_SCORED_TOKENS
-from pddjax.batch import DecodeBatch, RaggedBatch, pack
+from pddjax.batch import NO_COLUMN, DecodeBatch, RaggedBatch, pack
 from pddjax.buckets import Buckets, pick
 from pddkernels.jax_ops import JaxOps
 from pddkernels.ragged_paged_attention.portable_xla import LARGE_BLOCK, SMALL_BLOCK, max_blocks, plan_query_blocks
@@ -76,4 +76,4 @@ def test_one_token_per_row_is_a_decode_batch_and_anything_else_ragged() -> None:
     assert ragged.slots[:5].tolist() == [17, 30, 31, 24, 58]
     assert ragged.positions[:4].tolist() == [5, 6, 7, 0]
     assert len(set(ragged.slots.tolist())) == len(ragged.slots) == 16
-    assert ragged.sample_columns.tolist() == [2, 0, 0, 0] + [0] * MAX_SCORED_TOKENS
+    assert ragged.sample_columns.tolist() == [2] + [NO_COLUMN] * (3 + MAX_SCORED_TOKENS)

@@ -20,10 +20,13 @@ from pddbridge.kv_spec import TokenRange
 from pddbridge.rope import RopeSpec
 from pddjax.batch import empty_decode, empty_ragged
 from pddjax.engine import create
+from pddjax.fused import FusedFunctions
+from pddjax.host_memory import together
 from pddjax.programs import ModelFunctions
 from pddjax.threads import environment
 from pddjax.weights import load_model, rope_table
 from pddkernels.jax_ops import JaxOps
+from pddkernels.native_xla import calls as native_calls
 from tests.support.engines import CONFIG, Row, random_ids, step_of
 from tests.support.tiny_models import make_tiny_llama
 
@@ -89,6 +92,27 @@ def test_a_thread_count_that_is_not_in_force_is_counted(model_dir: Path) -> None
     assert create(str(model_dir), replace(CONFIG, num_threads=61)).stats().fallbacks == {"num_threads_not_applied": 1}
 
 
+def test_layers_run_whole_in_float32_and_are_a_counted_fallback_in_other_dtypes(model_dir: Path) -> None:
+    engine, other = create(str(model_dir), CONFIG), create(str(model_dir), replace(CONFIG, compute_dtype="bfloat16"))
+    assert isinstance(engine._functions, FusedFunctions)
+    assert isinstance(other._functions, ModelFunctions)
+    assert "portable_layers_compute_dtype" not in engine.stats().fallbacks
+    assert other.stats().fallbacks["portable_layers_compute_dtype"] == 1
+
+
+def test_arrays_laid_together_are_copies_on_cache_lines_that_outlive_one_another() -> None:
+    given = [np.arange(7, dtype=np.float32), np.zeros(0, np.float32), np.arange(24, dtype=np.int32).reshape(2, 3, 4)]
+    copies = together(given)
+    assert copies[0].ctypes.data % 2**21 == 0
+    assert all(copy.ctypes.data % 64 == 0 for copy in copies)
+    placed = jax.device_put(copies[2], jax.devices("cpu")[0])
+    last = copies.pop()
+    del copies
+    given[2][:] = 0
+    assert np.array_equal(last, np.arange(24).reshape(2, 3, 4))
+    assert placed.unsafe_buffer_pointer() == last.ctypes.data  # XLA copied nothing
+
+
 def test_every_call_that_writes_takes_the_pool_over(model_dir: Path) -> None:
     """The arrays from before are gone: they were updated in place, not copied."""
     engine = create(str(model_dir), CONFIG)
@@ -105,13 +129,15 @@ def test_every_call_that_writes_takes_the_pool_over(model_dir: Path) -> None:
         assert all(pages.is_deleted() for pages in before)
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
-def test_no_program_copies_the_pool(model_dir: Path, kv_dtype: str) -> None:
+def test_no_program_copies_the_pool(model_dir: Path, kv_dtype: str, fused: bool) -> None:
     """Pages are updated in place (aliased) and no temporary grows with their number, on both sides of any 16-bit detour."""
     checkpoint = open_checkpoint(model_dir)
     model = load_model(checkpoint, jnp.dtype("float32"), 160, jax.devices("cpu")[0])
-    ops = JaxOps("portable", jnp.dtype(kv_dtype), kv_heads=2, head_dim=16)
-    functions = ModelFunctions(model, ops)
+    native_calls.load(None)
+    ops = JaxOps("portable", jnp.dtype(kv_dtype), kv_heads=2, head_dim=16, native=fused)
+    functions = FusedFunctions(model, jax.devices("cpu")[0]) if fused else ModelFunctions(model, ops)
     stored = jnp.uint16 if kv_dtype == "bfloat16" else jnp.float32
     temporaries = []
     for num_pages in (40, 4000):
