@@ -3,31 +3,68 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from statistics import median
 
-from pdd.policy.handoff import Commit, HandoffMode, HandoffSnapshot, IngestChunk, SealRelay, Wait, choose_handoff, next_action
+from pdd.policy.handoff import Commit, HandoffSnapshot, IngestChunk, Overlap, OverlapRules, SealRelay, Wait, next_action
+from pdd.policy.handoff_choice import HandoffChoiceRules, HandoffChoiceSnapshot, HandoffDecision, HandoffReason, choose_handoff
+from pdd.policy_config import PolicyConfig
+from pdd.serving.handoff_figures import HandoffFigures
 from pdd.serving.holders import Holder
+from pdd.serving.metrics import Metrics
+from pdd.serving.overlap_race import OverlapRace
+from pdd.serving.paced_delivery import PacedDelivery
+from pdd.serving.request import Override
 from pdd.serving.timeline import TimelineRecorder
 
 # A relay seals after its step in flight. One that takes longer than this is treated as lost: the log is complete without it.
 SEAL_TIMEOUT_S = 5.0
+# Fewer gaps than this between a request's own relayed tokens say less than those of earlier requests.
+_OWN_GAPS = 4
 
 
 class HandoffRun:
     """``committed``: main was told to decode from the log · ``relay_sealed``: the relay has stopped and can resume ·
-    ``seal_deadline``: when (monotonic) to stop waiting for a seal that was asked for.
+    ``seal_deadline``: when (monotonic) to stop waiting for a seal that was asked for · ``relay_limit``: the log length at which the
+    relay is to seal by itself. An overlap has none: there a wished ``handoff_at`` is where it begins.
     """
 
-    def __init__(self, forced: HandoffMode | None, catch_up_chunk: int, relay_limit: int | None, timeline: TimelineRecorder) -> None:
-        """``relay_limit``: the log length at which the relay seals by itself."""
-        self._forced = forced
-        self._chunk = catch_up_chunk
-        self._relay_limit = relay_limit
+    def __init__(
+        self,
+        wish: Override,
+        policy: PolicyConfig,
+        figures: HandoffFigures,
+        metrics: Metrics,
+        timeline: TimelineRecorder,
+        delivery: PacedDelivery,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._forced = wish.handoff or (None if policy.handoff == "auto" else policy.handoff)
+        self._chunk = policy.catch_up_chunk
+        rules = policy.handoff_rules
+        self._choice_rules = HandoffChoiceRules(policy.catch_up_chunk, rules.crowded_share, rules.crowded_gap_s, rules.hidden_itls)
+        self._overlap_rules = OverlapRules(rules.max_tokens, rules.max_gap_s, rules.pace)
+        self._max_cover_s = rules.max_cover_s
+        self._figures = figures
+        self._metrics = metrics
         self._timeline = timeline
-        self._mode: HandoffMode | None = None
+        self._delivery = delivery
+        self._clock = clock
+        overlaps = self._forced == "overlap"
+        self.relay_limit = None if overlaps else wish.handoff_at
+        self._begin_at = (wish.handoff_at or 0) if overlaps else 0
+        self._decision: HandoffDecision | None = None
         self._sent = 0
         self._ingested = 0
+        self._in_flight: deque[tuple[int, int, float]] = deque()  # ingests not answered: log length, tokens, when sent
         self._behind_before: int | None = None
+        self._race: OverlapRace | None = None
+        self._race_end = ""
+        self._reason: HandoffReason = "forced"
+        self._seal_is_moot = False
+        self._relay_gaps_s: deque[float] = deque(maxlen=32)
+        self._last_token: tuple[Holder, float] | None = None
         self.committed = False
         self.relay_sealed = False
         self.seal_deadline: float | None = None
@@ -38,32 +75,30 @@ class HandoffRun:
 
     def advance(self, main: Holder, relay: Holder | None, log_ids: Sequence[int]) -> None:
         """Do what can be done now. Called after every event once main's prompt KV is complete."""
-        if self.committed:
+        relay_proposes = relay is not None and not self.relay_sealed
+        if relay_proposes and len(log_ids) < self._begin_at:
             return
-        if self._mode is None:
-            self._mode = choose_handoff(self._forced, len(log_ids), self._chunk)
-        while not self.committed:
-            snapshot = HandoffSnapshot(
-                log_tokens=len(log_ids),
-                sent_tokens=self._sent,
-                ingesting=self._ingested < self._sent,
-                relay_proposes=relay is not None and not self.relay_sealed,
-                seal_sent=self.seal_sent,
-                relay_stops_by_itself=self._relay_limit is not None,
-                behind_before=self._behind_before,
-            )
-            action = next_action(self._mode, self._chunk, snapshot)
+        while not self.committed or self._race is not None:
+            if self._decision is None:
+                self._decision = choose_handoff(self._forced, self._choice_snapshot(main, relay, len(log_ids)), self._choice_rules)
+            action = next_action(self._decision.mode, self._chunk, self._overlap_rules, self._snapshot(relay_proposes, len(log_ids)))
             if isinstance(action, Wait):
                 return
-            self._begin(self._mode)
+            self._begin(self._decision)
             if isinstance(action, IngestChunk):
                 self._behind_before = len(log_ids) - self._sent
-                main.stream.ingest(action.position, log_ids[action.position : action.position + action.num_tokens], decode=False)
-                self._sent = action.position + action.num_tokens
+                self._send(main, log_ids[action.position : action.position + action.num_tokens], decode=False)
             elif isinstance(action, SealRelay):
                 assert relay is not None
                 relay.stream.seal()
-                self.seal_deadline = time.monotonic() + SEAL_TIMEOUT_S
+                self.seal_deadline = self._clock() + SEAL_TIMEOUT_S
+                self._race_end = action.cause
+            elif isinstance(action, Overlap):
+                if self._race is None:
+                    self._race = OverlapRace(len(log_ids), self._clock())
+                    self.committed = True
+                    self._pace()
+                self._send(main, log_ids[action.position :], decode=True)
             elif isinstance(action, Commit):
                 self._commit(main, log_ids)
 
@@ -72,49 +107,157 @@ class HandoffRun:
         if self.committed:
             return
         if log_ids:
-            self._begin(self._mode or "one_shot")
+            self._begin(self._decision or _without_choice("relay_lost"))
         self._commit(main, log_ids)
 
-    def ingested(self, length: int) -> None:
+    def counts(self, holder: Holder, position: int, token_id: int, log_ids: Sequence[int]) -> bool:
+        """Whether ``holder``'s proposal may be offered to the log. In an overlap one that rests on a token that lost may not."""
+        if self._race is None or holder.part != "main":
+            return True
+        duplicates, rewinds = self._race.num_duplicates, self._race.num_rewinds
+        counts = self._race.counts(position, token_id, log_ids, self._clock())
+        self._timeline.handoff_duplicates += self._race.num_duplicates - duplicates
+        if self._race.num_rewinds > rewinds:
+            self._timeline.handoff_rewinds += 1
+            self._metrics.handoff_rewinds.inc()
+        return counts
+
+    def accepted(self, holder: Holder) -> float | None:
+        """A token of ``holder`` was accepted. Main's first ends the handoff. Returns the seconds since its token before this one, None
+        if there was none or another's was accepted since.
+        """
+        now, gap_s = self._clock(), None
+        if self._last_token is not None and self._last_token[0] is holder:
+            gap_s = now - self._last_token[1]
+            self._figures.gap(holder.worker.name, gap_s)
+            if holder.part == "relay":
+                self._relay_gaps_s.append(gap_s)
+        self._last_token = (holder, now)
+        if holder.part == "main":
+            self._taken_over()
+        elif self._race is not None:
+            self._race.accepted(now)
+            self._pace()
+        return gap_s
+
+    def ingested(self, main: Holder, length: int) -> None:
         """Main has the KV of the log up to ``length`` (but for the last token)."""
         self._ingested = max(self._ingested, length)
+        while self._in_flight and self._in_flight[0][0] <= length:
+            _, num_tokens, sent_s = self._in_flight.popleft()
+            self._figures.ingest(main.worker.name, num_tokens, self._clock() - sent_s - main.worker.rtt_s)
+        if self._race is not None:
+            self._race.ingested(length)
 
-    def sealed(self) -> None:
+    def sealed(self, relay: Holder, main_is_coming: bool, log_ids: Sequence[int]) -> None:
+        """The relay has stopped. It goes on at once where nobody takes over, or where who was to is gone since it was asked."""
         self.relay_sealed = True
         self.seal_deadline = None
+        if self._seal_is_moot or not main_is_coming:
+            self.resume_relay(relay, log_ids)
 
     def resume_relay(self, relay: Holder, log_ids: Sequence[int]) -> None:
         """There is no main to take over: the sealed relay proposes again, from the end of the log, and past its limit."""
-        self.relay_sealed = False
-        self._relay_limit = None
+        self.relay_sealed = self._seal_is_moot = False
+        self.relay_limit = None
         relay.stream.ingest(len(log_ids), (), decode=True)
 
     def relay_gone(self) -> None:
-        self.relay_sealed = False
+        self.relay_sealed = self._seal_is_moot = False
         self.seal_deadline = None
 
     def main_reset(self) -> None:
         """Main's part is free, or another attach has taken it that has nothing of the log yet."""
         self._sent = self._ingested = 0
-        self._mode = None
+        self._in_flight.clear()
+        self._decision = None
         self._behind_before = None
+        self._seal_is_moot = self.seal_sent
         self.committed = False
+        if self._race is not None:
+            self._end_race("main_lost")
 
     def main_opened_with(self, log_ids: Sequence[int]) -> None:
         """Main was opened with the log as it stands and decodes by itself."""
         if self._timeline.tokens["relay"] > 0 and self._timeline.handoff_done_s is None:
-            self._begin(self._mode or "one_shot")
+            self._begin(self._decision or _without_choice("resumed"))
         self._sent = self._ingested = len(log_ids)
         self.committed = True
         self.seal_deadline = None
 
-    def _begin(self, mode: HandoffMode) -> None:
-        self._timeline.handoff = mode
+    def _begin(self, decision: HandoffDecision) -> None:
+        self._timeline.handoff = decision.mode
+        self._timeline.handoff_reason = f"{decision.reason}: {decision.text}"
+        self._timeline.handoff_predicted_gap_s = decision.predicted_gap_s
+        self._reason = decision.reason
         if self._timeline.handoff_start_s is None:
             self._timeline.handoff_start_s = self._timeline.now_s()
 
     def _commit(self, main: Holder, log_ids: Sequence[int]) -> None:
-        main.stream.ingest(self._sent, log_ids[self._sent :], decode=True)
-        self._sent = len(log_ids)
+        self._send(main, log_ids[self._sent :], decode=True)
         self.committed = True
         self.seal_deadline = None
+
+    def _send(self, main: Holder, token_ids: Sequence[int], decode: bool) -> None:
+        main.stream.ingest(self._sent, token_ids, decode=decode)
+        self._sent += len(token_ids)
+        self._in_flight.append((self._sent, len(token_ids), self._clock()))
+
+    def _taken_over(self) -> None:
+        """The relay, which could have resumed until now, is not needed any more."""
+        self.seal_deadline = None
+        if self._race is not None:
+            self._end_race(self._race_end or ("relay_stopped" if self.relay_sealed else "main_first"))
+        timeline = self._timeline
+        if timeline.handoff_start_s is not None and timeline.handoff_done_s is None:
+            timeline.handoff_done_s = timeline.now_s()
+            self._metrics.handoffs.labels(timeline.handoff, self._reason).inc()
+            self._metrics.handoff_s.observe(timeline.handoff_done_s - timeline.handoff_start_s)
+
+    def _end_race(self, end: str) -> None:
+        self._race = None
+        self._race_end = ""
+        self._metrics.overlaps.labels(end).inc()
+        self._delivery.catch_up()
+
+    def _pace(self) -> None:
+        itl_s = self._relay_itl_s()
+        if itl_s is not None and self._overlap_rules.pace > 1 and not self.seal_sent:
+            self._delivery.slow_to(self._overlap_rules.pace * itl_s, self._max_cover_s)
+
+    def _relay_itl_s(self) -> float | None:
+        if len(self._relay_gaps_s) >= _OWN_GAPS:
+            return median(self._relay_gaps_s)
+        return None if self._last_token is None else self._figures.itl_s(self._last_token[0].worker.name)
+
+    def _snapshot(self, relay_proposes: bool, log_tokens: int) -> HandoffSnapshot:
+        race = self._race
+        return HandoffSnapshot(
+            log_tokens=log_tokens,
+            sent_tokens=self._sent,
+            ingesting=self._ingested < self._sent,
+            relay_proposes=relay_proposes,
+            seal_sent=self.seal_sent,
+            relay_stops_by_itself=self.relay_limit is not None,
+            behind_before=self._behind_before,
+            overlap_tokens=None if race is None else race.num_relayed,
+            main_delay_s=None if race is None else race.delay_s(self._clock()),
+            cover_s=self._delivery.cover_s,
+            relay_itl_s=self._relay_itl_s(),
+        )
+
+    def _choice_snapshot(self, main: Holder, relay: Holder | None, log_tokens: int) -> HandoffChoiceSnapshot:
+        return HandoffChoiceSnapshot(
+            backlog_tokens=log_tokens,
+            relay_running=0 if relay is None else relay.worker.num_held,
+            relay_capacity=1 if relay is None else max(1, relay.worker.info.max_rows),
+            relay_stops_by_itself=self.relay_limit is not None,
+            rtt_s=main.worker.rtt_s,
+            extend_s_per_token=self._figures.extend_s_per_token(main.worker.name),
+            relay_itl_s=self._relay_itl_s(),
+            main_itl_s=self._figures.itl_s(main.worker.name),
+        )
+
+
+def _without_choice(reason: HandoffReason) -> HandoffDecision:
+    return HandoffDecision("one_shot", reason, "main goes on from the log", None)

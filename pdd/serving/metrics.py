@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pdd.loop_lag import BOUNDS_S
-from pdd.serving.request import Origin, Timeline
+from pdd.serving.request import Timeline
 
 _TTFT_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
 _ITL_BUCKETS_S = (0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
@@ -37,22 +37,25 @@ class Metrics:
         self.prediction_error_s = Histogram(
             "pdd:kv_arrival_prediction_error_seconds", "Measured minus predicted arrival of main's KV", buckets=_ERROR_BUCKETS_S, registry=r
         )
-        self.handoffs = Counter("pdd:handoff", "Handoffs completed", ["mode"], registry=r)
+        self.handoffs = Counter("pdd:handoff", "Handoffs completed, by mode and why it was chosen", ["mode", "reason"], registry=r)
         self.handoff_s = Histogram(
             "pdd:handoff_seconds", "First step of a handoff to main's first token", buckets=_ITL_BUCKETS_S, registry=r
         )
+        self.handoff_gap_s = Histogram(
+            "pdd:handoff_gap_seconds", "Largest gap that a reader saw in a handoff", ["mode"], buckets=_ITL_BUCKETS_S, registry=r
+        )
+        # main_first, covered: without a gap · bounded: a gap was left · relay_stopped, main_lost: ended otherwise
+        self.overlaps = Counter("pdd:handoff_overlap", "Overlaps of relay and main decode, by how they ended", ["end"], registry=r)
+        self.handoff_rewinds = Counter("pdd:handoff_rewinds", "Times main was rewound to a log it had left", registry=r)
         self.fallbacks = Counter("pdd:fallbacks", "Departures from the planned path", ["reason"], registry=r)
         self.requests = Counter("pdd:requests", "Requests ended: stop, length, cancelled or an error code", ["outcome"], registry=r)
         self.loop_lag_s = Histogram("pdd:event_loop_lag_seconds", "How late a timer woke", buckets=BOUNDS_S, registry=r)
 
-    def token(self, origin: Origin, gap_s: float | None) -> None:
-        self.generation_tokens.labels(origin).inc()
-        if gap_s is not None:
-            self.itl_s.observe(gap_s)
-
     def ended(self, outcome: str, timeline: Timeline) -> None:
         """``outcome``: "stop", "length", "cancelled" or an error code in lower case. Latencies are kept of those that finished."""
         self.requests.labels(outcome).inc()
+        if timeline.handoff is not None and timeline.handoff_gap_s is not None:
+            self.handoff_gap_s.labels(timeline.handoff).observe(timeline.handoff_gap_s)
         if timeline.ttft_s is not None:
             self.ttft_s.observe(timeline.ttft_s)
         if outcome in ("stop", "length") and timeline.e2e_s is not None:

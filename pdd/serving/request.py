@@ -9,12 +9,14 @@ from pddbridge.sampling_params import FinishReason, SamplingParams, TokenRecord
 
 Origin = Literal["relay", "main"]
 PipelineName = Literal["direct", "relay", "local"]
-HandoffName = Literal["one_shot", "catch_up"]
+HandoffName = Literal["one_shot", "catch_up", "overlap"]
 
 
 @dataclass(frozen=True)
 class Override:
-    """A client's wish, honoured only where the launch config allows it. ``handoff_at``: relay exactly that many tokens, then hand off."""
+    """A client's wish, honoured only where the launch config allows it. ``handoff_at``: relay exactly that many tokens, then hand off;
+    with "overlap" at least that many: main decodes too from there.
+    """
 
     pipeline: PipelineName | None = None
     handoff: HandoffName | None = None
@@ -77,6 +79,11 @@ class Timeline:
     transfer_reason: str = ""
     wan_kv_saved_bytes: int = 0
     redecision: str = ""
+    handoff_reason: str = ""
+    handoff_predicted_gap_s: float | None = None
+    handoff_gap_s: float | None = None
+    handoff_duplicates: int = 0
+    handoff_rewinds: int = 0
 
 
 @dataclass(frozen=True)

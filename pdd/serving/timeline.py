@@ -16,6 +16,7 @@ class TimelineRecorder:
     """``clock``: seconds, monotonic. All ``*_s`` attributes are seconds since construction, None until they happen, but for
     ``kv_s``: from the start of prefill until main had its KV. ``transfer``, ``transfer_reason``: see
     :mod:`pdd.policy.outcomes` and :mod:`pdd.policy.completion`. ``redecision``: why the pipeline was changed after all.
+    ``handoff_gap_s``: the largest between two delivered tokens, from the start of the handoff to main's first.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -43,19 +44,28 @@ class TimelineRecorder:
     transfer_reason: str = ""
     wan_kv_saved_bytes: int = 0
     redecision: str = ""
+    handoff_reason: str = ""
+    handoff_predicted_gap_s: float | None = None
+    handoff_gap_s: float | None = None
+    handoff_duplicates: int = 0
+    handoff_rewinds: int = 0
 
     def __post_init__(self) -> None:
         self._received = self.clock()
         self._last_token_s: float | None = None
+        self._handed_over = False
 
     def now_s(self) -> float:
         return self.clock() - self._received
 
-    def token(self, origin: Origin) -> float | None:
-        """A token was accepted. Returns the time since the one before, None for the first."""
-        now = self.now_s()
+    def accepted(self, origin: Origin) -> None:
+        """A token is in the log."""
         self.tokens[origin] += 1
         self.ended_on = origin
+
+    def delivered(self, origin: Origin) -> float | None:
+        """A token goes to the reader. Returns the time since the one before, None for the first."""
+        now = self.now_s()
         gap = None if self._last_token_s is None else now - self._last_token_s
         if self.ttft_s is None:
             self.ttft_s = now
@@ -63,6 +73,9 @@ class TimelineRecorder:
             self.second_token_s = now
         if gap is not None:
             self.max_itl_s = gap if self.max_itl_s is None else max(self.max_itl_s, gap)
+            if self.handoff_start_s is not None and not self._handed_over:
+                self.handoff_gap_s = gap if self.handoff_gap_s is None else max(self.handoff_gap_s, gap)
+                self._handed_over = origin == "main"
         self._last_token_s = now
         return gap
 
@@ -98,4 +111,9 @@ class TimelineRecorder:
             transfer_reason=self.transfer_reason,
             wan_kv_saved_bytes=self.wan_kv_saved_bytes,
             redecision=self.redecision,
+            handoff_reason=self.handoff_reason,
+            handoff_predicted_gap_s=self.handoff_predicted_gap_s,
+            handoff_gap_s=self.handoff_gap_s,
+            handoff_duplicates=self.handoff_duplicates,
+            handoff_rewinds=self.handoff_rewinds,
         )

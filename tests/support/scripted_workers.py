@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import grpc.aio
 
@@ -58,6 +58,7 @@ class Script:
     ``refuse``: (code, message) of a Failed instead of Reserved · ``fail_prefill``: Failed instead of Prefilled ·
     ``break_at``: the stream breaks (as when the process dies) instead of proposing this position; only the first time ·
     ``break_ingest``: it breaks when it is given tokens · ``wrong_at``: at this position it proposes a token for the position before ·
+    ``differs_at``: at these positions it chooses another token than the others would ·
     ``push_fails``: what is pushed to it is refused · ``kv_event_gate``: holds its KvComplete, though the sender is acknowledged ·
     ``pushed_event_gate``: holds its Pushed, though the receiver has everything.
     """
@@ -72,6 +73,7 @@ class Script:
     break_at: int | None = None
     break_ingest: bool = False
     wrong_at: int | None = None
+    differs_at: frozenset[int] = frozenset()
     ignore_seal: bool = False
     step_s: float = TICK_S
     reserve_gate: asyncio.Event = field(default_factory=lambda: opened(True))
@@ -91,11 +93,13 @@ class Row:
         self.prompt = list(command.prompt_ids)
         self.params = params_from_proto(command.sampling, VOCAB_SIZE)
         self.log = list(command.log_ids)
+        self.given = len(self.log)
         self.decode = command.decode
         self.cap = command.max_propose_tokens if command.HasField("max_propose_tokens") else None
         self.sealed = False
         self.kv_here = asyncio.Event()
         self.changed = asyncio.Event()
+        self.stepping = asyncio.Lock()  # commands are taken between steps
         self.events: asyncio.Queue[pb.WorkerEvent | None] = asyncio.Queue()
         self.broken = False
         self.received: asyncio.Task[None] | None = None
@@ -129,21 +133,31 @@ class Row:
         if command.position > len(self.log):
             self.fail("INTERNAL", f"ingest at {command.position}, the log has {len(self.log)}")
             return
-        for offset, token_id in enumerate(command.token_ids):
-            position = command.position + offset
-            if position < len(self.log) and self.log[position] != token_id:
-                self.fail("INTERNAL", f"ingest differs at {position}")
+        async with self.stepping:
+            if not self.take(command):
                 return
-            if position == len(self.log):
-                self.log.append(token_id)
         self.worker.ingests.append((command.position, tuple(command.token_ids), command.decode))
         await self.kv_here.wait()
-        self.emit(ingested=pb.Ingested(length=len(self.log)))
+        self.emit(ingested=pb.Ingested(length=command.position + len(command.token_ids)))
         if command.decode:
             self.decode, self.sealed = True, False
             if self.cap is not None and len(self.log) >= self.cap:
                 self.cap = None
         self.changed.set()
+
+    def take(self, command: pb.Ingest) -> bool:
+        for offset, token_id in enumerate(command.token_ids):
+            position = command.position + offset
+            if position < len(self.log) and self.log[position] != token_id:
+                if position < self.given:
+                    self.fail("INTERNAL", f"ingest differs at {position}")
+                    return False
+                del self.log[position:]
+                self.worker.rewinds += 1
+            if position == len(self.log):
+                self.log.append(token_id)
+        self.given = max(self.given, command.position + len(command.token_ids))
+        return True
 
     def seal(self) -> None:
         if not self.worker.script.ignore_seal:
@@ -153,9 +167,9 @@ class Row:
     async def propose(self) -> None:
         script = self.worker.script
         await self.kv_here.wait()
-        while finish_reason(self.params, self.log) is None:
+        while True:
             self.changed.clear()
-            if not self.decode or self.sealed:
+            if not self.decode or self.sealed or finish_reason(self.params, self.log) is not None:
                 await self.changed.wait()
                 continue
             if self.cap is not None and len(self.log) >= self.cap:
@@ -166,14 +180,17 @@ class Row:
                 script.break_at = None
                 self.die()
                 return
-            await asyncio.sleep(script.step_s)
-            if self.sealed:
-                continue
-            chosen = record(self.params, self.prompt, self.log, self.worker.token)
-            position = len(self.log)
-            if script.wrong_at == position:
-                position -= 1
-            self.log.append(chosen.token_id)
+            async with self.stepping:
+                await asyncio.sleep(script.step_s)
+                if self.sealed:
+                    continue
+                chosen = record(self.params, self.prompt, self.log, self.worker.token)
+                position = len(self.log)
+                if position in script.differs_at:
+                    chosen = replace(chosen, token_id=10 + (chosen.token_id - 9) % 290)
+                if script.wrong_at == position:
+                    position -= 1
+                self.log.append(chosen.token_id)
             self.worker.proposed += 1
             self.emit(tokens=pb.Tokens(position=position, records=[record_to_proto(chosen)]))
 
@@ -193,6 +210,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self.ingests: list[tuple[int, tuple[int, ...], bool]] = []
         self.priorities: list[tuple[str, pb.TransferPriority]] = []  # classes that pushes were given while they ran
         self.proposed = 0
+        self.rewinds = 0
         self.computed_prompt_tokens = 0
         self.known: set[tuple[str, tuple[int, ...]]] = set()
         self.received_bytes = 0

@@ -2,25 +2,94 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdd.policy.handoff import Commit, HandoffSnapshot, IngestChunk, SealRelay, Wait, choose_handoff, next_action
+from pdd.policy.handoff import Commit, HandoffSnapshot, IngestChunk, Overlap, OverlapRules, SealRelay, Wait, next_action
+from pdd.policy.handoff_choice import HandoffChoiceRules, HandoffChoiceSnapshot, choose_handoff, predict_gap_s
+
+CHOICE = HandoffChoiceRules(catch_up_chunk=64, crowded_share=0.75, crowded_gap_s=0.5, hidden_itls=1.5)
+RULES = OverlapRules(max_tokens=10, max_gap_s=2.0, pace=1.25)
+# A relay with room, main far away, both measured: 20 ms and 25 ms per token, 2 ms per ingested one.
+USUAL = HandoffChoiceSnapshot(10, 2, 8, False, 0.1, 0.002, 0.02, 0.025)
 
 
 @pytest.mark.parametrize(
-    ("forced", "log_tokens", "mode"),
+    ("forced", "changes", "mode", "reason"),
     [
-        (None, 0, "one_shot"),
-        (None, 64, "one_shot"),
-        (None, 65, "catch_up"),
-        ("one_shot", 900, "one_shot"),
-        ("catch_up", 0, "catch_up"),
+        (None, {}, "overlap", "gap_shows"),
+        (None, {"backlog_tokens": 64}, "overlap", "gap_shows"),
+        (None, {"backlog_tokens": 65}, "overlap", "backlog"),
+        (None, {"backlog_tokens": 65, "rtt_s": 0.0, "extend_s_per_token": 0.0}, "overlap", "backlog"),
+        # 4 ms away: 4 + max(20, 25) ms is within 1.5 x 20 ms
+        (None, {"rtt_s": 0.004}, "one_shot", "gap_hidden"),
+        (None, {"rtt_s": 0.006}, "overlap", "gap_shows"),
+        (None, {"rtt_s": 0.004, "backlog_tokens": 20}, "overlap", "gap_shows"),
+        (None, {"rtt_s": 0.0, "relay_itl_s": None}, "overlap", "gap_shows"),
+        (None, {"rtt_s": 0.0, "main_itl_s": None}, "overlap", "gap_shows"),
+        (None, {"relay_running": 5}, "overlap", "gap_shows"),
+        (None, {"relay_running": 6}, "one_shot", "relay_crowded"),
+        (None, {"relay_running": 6, "backlog_tokens": 200}, "one_shot", "relay_crowded"),  # 0.1 + 200 x 0.002 s
+        (None, {"relay_running": 6, "backlog_tokens": 201}, "catch_up", "relay_crowded"),
+        (None, {"relay_running": 8, "main_itl_s": None, "extend_s_per_token": None, "backlog_tokens": 64}, "one_shot", "relay_crowded"),
+        (None, {"relay_running": 8, "main_itl_s": None, "extend_s_per_token": None, "backlog_tokens": 65}, "catch_up", "relay_crowded"),
+        (None, {"relay_stops_by_itself": True}, "one_shot", "relay_limited"),
+        (None, {"relay_stops_by_itself": True, "backlog_tokens": 65}, "catch_up", "relay_limited"),
+        ("one_shot", {"backlog_tokens": 900}, "one_shot", "forced"),
+        ("catch_up", {"backlog_tokens": 0}, "catch_up", "forced"),
+        ("overlap", {"relay_running": 8}, "overlap", "forced"),
     ],
 )
-def test_mode(forced: str | None, log_tokens: int, mode: str) -> None:
-    assert choose_handoff(forced, log_tokens, 64) == mode
+def test_mode_and_reason(forced: str | None, changes: dict[str, object], mode: str, reason: str) -> None:
+    decision = choose_handoff(forced, replace(USUAL, **changes), CHOICE)
+    assert (decision.mode, decision.reason) == (mode, reason)
+
+
+def test_the_predicted_gap_is_a_round_trip_and_what_main_computes() -> None:
+    assert predict_gap_s(USUAL) == pytest.approx(0.1 + 0.025)
+    assert predict_gap_s(replace(USUAL, backlog_tokens=50)) == pytest.approx(0.1 + 0.1)
+    assert predict_gap_s(replace(USUAL, main_itl_s=None, extend_s_per_token=None)) is None
+    assert choose_handoff(None, USUAL, CHOICE).predicted_gap_s == pytest.approx(0.125)
+    assert "10 tokens behind, one-shot gap 0.125 s" in choose_handoff(None, USUAL, CHOICE).text
+
+
+@pytest.mark.parametrize(
+    ("changes", "action"),
+    [
+        ({"sent_tokens": 29}, Overlap(29)),
+        ({"main_delay_s": None, "overlap_tokens": 99}, Wait()),  # it has shown nothing yet
+        ({}, Wait()),
+        ({"cover_s": 0.176}, SealRelay("covered")),  # 0.2 s of delay, 25 ms between tokens are no gap
+        ({"cover_s": 0.174}, Wait()),
+        ({"main_delay_s": 0.025}, SealRelay("covered")),
+        ({"relay_itl_s": None, "cover_s": 0.199}, Wait()),
+        ({"relay_itl_s": None, "cover_s": 0.2}, SealRelay("covered")),
+        ({"overlap_tokens": 9}, Wait()),
+        ({"overlap_tokens": 10}, SealRelay("bounded")),
+        ({"overlap_tokens": 10, "main_delay_s": 2.1}, Wait()),  # the stall would be too long
+        ({"overlap_tokens": 10, "seal_sent": True}, Wait()),
+        ({"overlap_tokens": 10, "relay_proposes": False}, Wait()),
+        ({"sent_tokens": 29, "seal_sent": True}, Overlap(29)),  # what comes while it stops
+        ({"sent_tokens": 29, "relay_proposes": False}, Overlap(29)),
+    ],
+)
+def test_in_an_overlap(changes: dict[str, object], action: object) -> None:
+    snapshot = HandoffSnapshot(30, 30, False, True, False, False, None, overlap_tokens=5, main_delay_s=0.2, cover_s=0.0, relay_itl_s=0.02)
+    assert next_action("overlap", 8, RULES, replace(snapshot, **changes)) == action
+
+
+def test_overlap_catches_up_before_main_decodes() -> None:
+    behind = HandoffSnapshot(20, 0, False, True, False, False, None)
+    assert next_action("overlap", 8, RULES, behind) == IngestChunk(0, 8)
+    assert next_action("overlap", 8, RULES, replace(behind, sent_tokens=8, ingesting=True, behind_before=20)) == Wait()
+    assert next_action("overlap", 8, RULES, replace(behind, sent_tokens=16, ingesting=True, behind_before=12)) == Wait()
+    assert next_action("overlap", 8, RULES, replace(behind, sent_tokens=16, behind_before=12)) == Overlap(16)
+    # the relay is faster than the catching up: main decodes from where it is
+    assert next_action("overlap", 8, RULES, replace(behind, log_tokens=28, sent_tokens=8, behind_before=20)) == Overlap(8)
+    assert next_action("overlap", 8, RULES, replace(behind, log_tokens=3, relay_proposes=False)) == Commit(0)
 
 
 @given(
@@ -43,7 +112,7 @@ def test_every_interleaving_gives_main_the_whole_log_once(
     for event in [*events, *["confirm", "sealed"] * 60]:
         while not committed:
             action = next_action(
-                mode, chunk, HandoffSnapshot(log, sent, ingested < sent, proposes, seal_sent, limit is not None, behind_before)
+                mode, chunk, RULES, HandoffSnapshot(log, sent, ingested < sent, proposes, seal_sent, limit is not None, behind_before)
             )
             if isinstance(action, Wait):
                 break
@@ -82,7 +151,7 @@ def test_a_relay_that_outruns_the_catching_up_is_sealed() -> None:
     log, sent, behind_before = 20, 0, None
     actions = []
     for _ in range(50):
-        action = next_action("catch_up", 4, HandoffSnapshot(log, sent, False, True, False, False, behind_before))
+        action = next_action("catch_up", 4, RULES, HandoffSnapshot(log, sent, False, True, False, False, behind_before))
         actions.append(action)
         if isinstance(action, SealRelay):
             break

@@ -50,7 +50,7 @@ async def test_every_handoff_position_yields_the_single_worker_stream(mode: str)
 async def test_catch_up_gives_main_chunks_while_the_relay_decodes() -> None:
     script = Script(kv_gate=opened(False))
     scripts = {"main-0": script, "relay-0": Script(step_s=0.01)}
-    async with serving(hashed_token, policy={"catch_up_chunk": 4, "handoff": "auto"}, scripts=scripts) as (cluster, coordinator):
+    async with serving(hashed_token, policy={"catch_up_chunk": 4, "handoff": "catch_up"}, scripts=scripts) as (cluster, coordinator):
         request = make_request(sampling=params(120), pipeline="relay")
         deltas = []
         async for delta in coordinator.generate(request):
@@ -70,9 +70,9 @@ async def test_catch_up_gives_main_chunks_while_the_relay_decodes() -> None:
         assert len(ingests[-1][1]) <= 4 + 2  # a chunk, and what the relay proposed while it was told to stop
 
 
-async def test_auto_hands_a_short_backlog_over_in_one_shot() -> None:
+async def test_auto_hands_over_in_one_shot_where_the_relay_is_short_of_rows() -> None:
     script = Script(kv_gate=opened(False))
-    async with serving(hashed_token, scripts={"main-0": script, "relay-0": Script(step_s=0.01)}) as (cluster, coordinator):
+    async with serving(hashed_token, scripts={"main-0": script, "relay-0": Script(step_s=0.01, max_rows=1)}) as (cluster, coordinator):
         request = make_request(sampling=params(40), pipeline="relay")
         deltas = []
         async for delta in coordinator.generate(request):
@@ -82,6 +82,7 @@ async def test_auto_hands_a_short_backlog_over_in_one_shot() -> None:
         outcome = Outcome(tuple(deltas))
         check_same(outcome, request)
         assert outcome.timeline.handoff == "one_shot"
+        assert outcome.timeline.handoff_reason.startswith("relay_crowded")
         assert [decode for _, _, decode in cluster.worker("main").ingests] == [True]
         assert 5 <= outcome.timeline.relay_tokens < 40
 

@@ -13,7 +13,8 @@ def test_latencies_from_token_stamps() -> None:
     gaps = []
     for at, origin in ((101.5, "relay"), (101.6, "relay"), (102.6, "main"), (102.7, "main")):
         now[0] = at
-        gaps.append(recorder.token(origin))
+        recorder.accepted(origin)
+        gaps.append(recorder.delivered(origin))
     now[0] = 103.0
     timeline = recorder.build()
     assert gaps[0] is None
@@ -25,7 +26,7 @@ def test_latencies_from_token_stamps() -> None:
 
 def test_what_did_not_happen_is_none() -> None:
     recorder = TimelineRecorder(clock=lambda: 5.0)
-    assert recorder.token("main") is None
+    assert recorder.delivered("main") is None
     timeline = recorder.build()
     assert timeline.ttft_s == 0.0
     assert (timeline.second_token_s, timeline.max_itl_s, timeline.handoff, timeline.main_kv_s) == (None, None, None, None)
