@@ -12,7 +12,7 @@ from typing import Final
 from rich.console import Console
 
 from pdd.chaos.expected import ExpectedAnswers
-from pdd.chaos.kill_table import cells_summary, run_table, show_cells
+from pdd.chaos.kill_table import Cell, cells_summary, run_table, show_cells
 from pdd.chaos.model import make_model
 from pdd.chaos.plan import ChaosPlan, draw_plan
 from pdd.chaos.report import fault_rows, passed, save, show, summary, troubles
@@ -88,13 +88,17 @@ def chaos_status(request: Request, cache_dir: Path, console: Console) -> int:
 
 def table_status(engines: Engines, cache_dir: Path, json_file: Path | None, logs: Path | None, console: Console) -> int:
     """`pdd chaos --table`: 0 when every cell is as designed and nothing was left behind, else 1."""
+    command, cells = f"pdd chaos --table --engines {','.join(engines)}", list[Cell]()
     with workplace(cache_dir, engines) as (model_dir, answers):
         with Rig("lean", model_dir, cache_dir, engines, logs / "table" if logs else None) as rig:
-            cells = run_table(rig, answers, console)
+            for cell in run_table(rig, answers, console):
+                cells.append(cell)
+                if json_file is not None:  # a long run that is broken off has said something
+                    save(cells_summary(cells, rig.orphans, command), json_file)
     show_cells(cells, console)
     for what in rig.orphans:
         console.print(f"left behind: {what}", style="red", soft_wrap=True)
-    found = cells_summary(cells, rig.orphans, f"pdd chaos --table --engines {','.join(engines)}")
+    found = cells_summary(cells, rig.orphans, command)
     if json_file is not None:
         save(found, json_file)
     return 1 if found["not_as_designed"] or rig.orphans else 0

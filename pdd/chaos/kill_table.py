@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
 from typing import Final
@@ -136,17 +136,17 @@ def _fault(victim: Victim) -> ChaosFault:
 
 def run_table(
     rig: Rig, answers: ExpectedAnswers, console: Console, states: Sequence[State] = (), victims: Sequence[Victim] = VICTIMS
-) -> list[Cell]:
+) -> Iterator[Cell]:
     """Every cell of ``states`` (none given: all) and ``victims``, one after another."""
-    cells = []
     for driver in STATES:
         if states and driver.state not in states:
             continue
         (expected,) = answers.of([driver.request(0, "expected")])
         for victim in victims:
-            cells.append(_with_tries(rig, driver, victim, expected))
-            _tell(cells[-1], console)
-    return cells
+            cell = _with_tries(rig, driver, victim, expected)
+            what = "as designed" if cell.why is None else cell.why
+            console.print(f"{victim} killed while {driver.state}: {cell.end}, {what}", soft_wrap=True)
+            yield cell
 
 
 def _with_tries(rig: Rig, driver: StateDriver, victim: Victim, expected: Expected) -> Cell:
@@ -159,10 +159,6 @@ def _with_tries(rig: Rig, driver: StateDriver, victim: Victim, expected: Expecte
         except NotReachedError as error:
             missed = str(error)
     return Cell(driver.state, victim, designed(driver.state, victim).text, "not reached", 0, 0, 0, None, f"state not reached: {missed}")
-
-
-def _tell(cell: Cell, console: Console) -> None:
-    console.print(f"{cell.victim} killed while {cell.state}: {cell.end}, {'as designed' if cell.why is None else cell.why}", soft_wrap=True)
 
 
 def show_cells(cells: Sequence[Cell], console: Console) -> None:

@@ -25,7 +25,7 @@ from pdd.launch.local import Deployment
 
 # Longer than any timeout of the system itself: a request that has not ended by then never would.
 REQUEST_LIMIT_S = 120.0
-RESTART_S = 180.0
+RESTART_S = 400.0
 # How long after the last end pages may still be held. A worker learns of a dead peer by silence within five seconds.
 IDLE_WITHIN_S = 10.0
 _ORPHANS_WITHIN_S = 5.0
