@@ -10,7 +10,7 @@ from rich.console import Console
 
 from pdd.bench.cli import bench
 from pdd.chaos.cli import chaos
-from pdd.cli_common import DEFAULT_CONFIG, ConfigArgument, cache_dir, fail, wide_console, writable
+from pdd.cli_common import DEFAULT_CONFIG, ConfigArgument, api_key, cache_dir, fail, wide_console, writable
 from pdd.config import load
 from pdd.security_cli import mount
 from pdd.sim.cli import sim
@@ -45,7 +45,7 @@ def serve(
         with Deployment(launch, cache_dir()) as deployment:
             ready_s = start(deployment, console)
             if once or not quiet:
-                answer = ask_and_show(deployment, console, question or demo_question(), max_tokens)
+                answer = ask_and_show(deployment, console, question or demo_question(), max_tokens, api_key())
             if not once:
                 hints(deployment, console)
                 raise typer.Exit(Supervisor(deployment, lambda line: console.print(line, style="red", soft_wrap=True)).run())

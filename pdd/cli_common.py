@@ -18,6 +18,11 @@ def cache_dir() -> Path:
     return Path(os.environ.get("PDD_CACHE") or Path.home() / ".cache" / "pdd")
 
 
+def api_key() -> str | None:
+    """Of the endpoint that is asked: $PDD_API_KEY."""
+    return os.environ.get("PDD_API_KEY") or None
+
+
 def fail(message: object, status: int = 1) -> typer.Exit:
     """To be raised: one line on stderr, then this exit status."""
     Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print(f"pdd: {message}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import time
 import urllib.error
 import urllib.request
@@ -45,19 +46,37 @@ class AskError(Exception):
     """The endpoint refused or broke off; the message is its own."""
 
 
-def ask(url: str, body: dict[str, object], on_piece: Callable[[Piece], None] | None = None, timeout_s: float = 300.0) -> Answer:
+@dataclass(frozen=True)
+class Access:
+    """``ca``: PEM file of the authority of an https endpoint; None: the system's. ``key``: API key."""
+
+    ca: str | None = None
+    key: str | None = None
+
+
+def ask(
+    url: str,
+    body: dict[str, object],
+    on_piece: Callable[[Piece], None] | None = None,
+    timeout_s: float = 300.0,
+    access: Access = Access(),
+) -> Answer:
     """POST ``body`` to ``url`` (/v1/chat/completions or /v1/completions) as a stream with origins and timeline."""
     body = {**body, "stream": True, "stream_options": {"include_usage": True}}
     wanted = body.get("pdd")
     body["pdd"] = {**(wanted if isinstance(wanted, dict) else {}), "report_origin": True, "timeline": True}
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json"}
+    if access.key is not None:
+        headers["Authorization"] = f"Bearer {access.key}"
+    context = ssl.create_default_context(cafile=access.ca) if url.startswith("https:") else None
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     sent_s = time.perf_counter()
     pieces: list[Piece] = []
     timeline: dict[str, str | int | float | None] = {}
     usage: dict[str, object] = {}
     finish_reason = ""
     try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as response:
+        with urllib.request.urlopen(request, timeout=timeout_s, context=context) as response:
             for line in response:
                 if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
                     continue

@@ -51,7 +51,7 @@ class Deployment:
 
     @property
     def http_url(self) -> str:
-        return f"http://{self.topology.http}"
+        return f"{'http' if self.config.security.door_files is None else 'https'}://{self.topology.http}"
 
     def start(self, progress: Progress | None = None) -> float:
         """Start everything; returns seconds until ready. Raises StartError; nothing is left running then."""

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from pdd.launch.ask import Answer, Piece, ask
+from pdd.launch.ask import Access, Answer, Piece, ask
 from pdd.launch.local import Deployment
 from pdd.launch.process import ChildEvent
 
@@ -75,7 +75,7 @@ def demo_question() -> str:
     return (resources.files("pdd.launch") / "demo_prompt.txt").read_text(encoding="utf-8").strip()
 
 
-def ask_and_show(deployment: Deployment, console: Console, question: str, max_tokens: int) -> Answer:
+def ask_and_show(deployment: Deployment, console: Console, question: str, max_tokens: int, key: str | None = None) -> Answer:
     """Ask over the OpenAI door and print the answer as it comes, coloured by who made each token, then one line on what happened."""
     console.print(Text.assemble("\nanswer (", ("relay", _COLOURS["relay"]), ", ", ("main", _COLOURS["main"]), "):"))
 
@@ -89,7 +89,8 @@ def ask_and_show(deployment: Deployment, console: Console, question: str, max_to
         "temperature": 0,
         "frequency_penalty": 0.3,  # so small a model repeats itself otherwise
     }
-    answer = ask(f"{deployment.http_url}/v1/chat/completions", body, show)
+    access = Access(deployment.config.security.ca, key)
+    answer = ask(f"{deployment.http_url}/v1/chat/completions", body, show, access=access)
     console.print()
     console.print(timeline_line(answer), style="dim", soft_wrap=True)
     return answer
@@ -138,7 +139,7 @@ def summary(answer: Answer, ready_s: float) -> str:
 
 
 def hints(deployment: Deployment, console: Console) -> None:
-    """Three lines to try: curl, the openai client, grpcurl."""
+    """Lines to try: curl, the openai client, grpcurl. Where a key or an authority is needed: curl, with both."""
     url, model, grpc = deployment.http_url, deployment.config.model, deployment.topology.grpc
     curl_body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hi!"}], "stream": True})
     python = (
@@ -146,6 +147,14 @@ def hints(deployment: Deployment, console: Console) -> None:
         f"print(c.chat.completions.create(model='{model}', messages=[{{'role': 'user', 'content': 'Hi!'}}]).choices[0].message.content)"
     )
     console.print("\nserving; try:", style="bold")
+    security = deployment.config.security
+    if security.door_files is not None or security.api_keys is not None:
+        extra = "" if security.door_files is None else f" --cacert {security.ca or 'CA.pem'}"
+        extra += "" if security.api_keys is None else ' -H "Authorization: Bearer $PDD_API_KEY"'
+        line = f"curl -N{extra} {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{curl_body}'"
+        console.print(Text("  " + line), soft_wrap=True)
+        console.print("Ctrl-C ends every process.\n", style="dim")
+        return
     for line in (
         f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{curl_body}'",
         f'{sys.executable} -c "{python}"',

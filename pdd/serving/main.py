@@ -35,7 +35,7 @@ from pdd.serving.security_metrics import AccountCollector, ConnectionCollector
 from pdd.serving.tenant_limits import TenantLimits
 from pdd.serving.text.model import TextModel
 from pdd.serving.worker_pool import WorkerPool
-from pdd.tls_setup import door_tls
+from pdd.tls_setup import coordinator_rpc_tls, door_tls
 from pdd.topology import Topology
 from pddbridge.rpc.channel import ServerLimits, bind
 
@@ -91,7 +91,7 @@ async def _start(
     report("loading", what="tokenizer")
     text = await asyncio.to_thread(lambda: TextModel.load(models.resolve(config.model, cache_dir)))
     report("loading", what="workers")
-    pool = await WorkerPool.connect(topology, config.serving.site, config.start_timeout_s)
+    pool = await WorkerPool.connect(topology, config.serving.site, config.start_timeout_s, tls=coordinator_rpc_tls(config))
     stack.push_async_callback(pool.close)
     metrics = Metrics()
     coordinator = Coordinator(config, pool, text, metrics)

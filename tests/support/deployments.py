@@ -8,7 +8,9 @@ import grpc
 
 from pdd.config import LaunchConfig
 from pdd.launch.local import Deployment
+from pdd.tls_setup import coordinator_rpc_tls
 from pddbridge.rpc.gen import worker_pb2, worker_pb2_grpc
+from pddbridge.tls import identity
 from tests.support.ledger import IDLE_WITHIN_S, busy
 
 
@@ -62,8 +64,17 @@ def launch_config(
 
 def ledger(deployment: Deployment, worker: str) -> worker_pb2.LedgerReply:
     """One worker's ledger, asked for directly (not over the emulated link)."""
-    with grpc.insecure_channel(str(deployment.topology.worker(worker).control)) as channel:
+    with worker_channel(deployment, worker) as channel:
         return worker_pb2_grpc.WorkerStub(channel).Ledger(worker_pb2.LedgerRequest(), timeout=10)
+
+
+def worker_channel(deployment: Deployment, worker: str) -> grpc.Channel:
+    """To its control port, as the coordinator is let in."""
+    place, tls = deployment.topology.worker(worker), coordinator_rpc_tls(deployment.config)
+    if tls is None:
+        return grpc.insecure_channel(str(place.control))
+    credentials = grpc.ssl_channel_credentials(tls.ca, tls.key, tls.cert)
+    return grpc.secure_channel(str(place.control), credentials, [("grpc.ssl_target_name_override", identity(place.name, place.role))])
 
 
 def ledgers(deployment: Deployment) -> dict[str, worker_pb2.LedgerReply]:
