@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from pdd.handoff_config import HandoffConfig
 from pdd.strict_model import StrictModel
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -85,6 +86,7 @@ class PolicyConfig(StrictModel):
     alignment: AlignmentConfig = AlignmentConfig()
     background: BackgroundConfig = BackgroundConfig()
     num_decisions_kept: Count = 256
-    handoff: Literal["auto", "one_shot", "catch_up"] = "auto"
+    handoff: Literal["auto", "one_shot", "catch_up", "overlap"] = "auto"
+    handoff_rules: HandoffConfig = HandoffConfig()
     catch_up_chunk: Annotated[int, Field(ge=1)] = 64
     fallback_recompute: bool = True

@@ -22,7 +22,7 @@ class BeginRun:
         self._failover = failover
         wish = parts.request.override
         policy = parts.context.config.policy
-        self._relay_limit = wish.handoff_at
+        self._relay_limit = parts.handoff.relay_limit
         self._forced: Pipeline | None = wish.pipeline
         if self._forced is None:
             self._forced = "relay" if wish.handoff_at is not None else (None if policy.pipeline == "auto" else policy.pipeline)

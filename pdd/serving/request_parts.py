@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pdd.config import LaunchConfig
 from pdd.serving.acceptor import Acceptor
 from pdd.serving.background import Background
+from pdd.serving.handoff_figures import HandoffFigures
 from pdd.serving.handoff_run import HandoffRun
 from pdd.serving.holders import Holder, Holders
 from pdd.serving.learned import Learned
@@ -37,6 +38,7 @@ class RunContext:
     learned: Learned
     background: Background
     granted: Callable[[str], None]
+    figures: HandoffFigures = field(default_factory=HandoffFigures)
 
 
 @dataclass(eq=False)

@@ -15,6 +15,7 @@ from pdd.serving.failover_run import FailoverRun
 from pdd.serving.handoff_run import HandoffRun
 from pdd.serving.holders import Holder, Holders
 from pdd.serving.local_run import OVERRUN
+from pdd.serving.paced_delivery import PacedDelivery
 from pdd.serving.request import Delta, GenerationRequest
 from pdd.serving.request_parts import RequestParts, RunContext
 from pdd.serving.timeline import TimelineRecorder
@@ -40,16 +41,14 @@ class RequestRun:
     def __init__(
         self, request: GenerationRequest, context: RunContext, acceptor: Acceptor, timeline: TimelineRecorder, emit: Callable[[Delta], None]
     ) -> None:
-        policy = context.config.policy
-        wish = request.override
-        forced_handoff = wish.handoff or (None if policy.handoff == "auto" else policy.handoff)
+        self._delivery = PacedDelivery(self._release)
         self._parts = RequestParts(
             request,
             context,
             acceptor,
             timeline,
             Holders(request, context.config.survival.max_attempts),
-            HandoffRun(forced_handoff, policy.catch_up_chunk, wish.handoff_at, timeline),
+            HandoffRun(request.override, context.config.policy, context.figures, context.metrics, timeline, self._delivery),
             context.prompts.join(request.tenant, request.prompt_ids),
         )
         self._failover = FailoverRun(self._parts)
@@ -69,6 +68,7 @@ class RequestRun:
                 else:
                     self._on_event(*item)
         except BaseException:
+            self._delivery.close()
             parts.share.leave()
             await parts.holders.drop_all()
             raise
@@ -114,7 +114,7 @@ class RequestRun:
                 self._proposed(holder, event)
             case Ingested(length):
                 if holder is parts.main:  # a relay says so too, when it is told to resume
-                    parts.handoff.ingested(length)
+                    parts.handoff.ingested(holder, length)
                     parts.advance()
             case Sealed(length) if holder is parts.relay:
                 self._relay_sealed(holder, length)
@@ -155,41 +155,41 @@ class RequestRun:
 
     def _proposed(self, holder: Holder, event: Proposed) -> None:
         parts = self._parts
-        for index, record in enumerate(event.records):
+        for position, record in enumerate(event.records, event.position):
+            if not parts.handoff.counts(holder, position, record.token_id, parts.acceptor.log.ids):
+                continue
             try:
-                delta = parts.acceptor.accept(event.position + index, record, holder.origin)
+                delta = parts.acceptor.accept(position, record, holder.origin)
             except TokenLogError as error:
                 self._failover.lost(holder, Failed(Code.INTERNAL, str(error), died=False))
                 return
             if delta is None:
                 parts.context.metrics.duplicate_tokens.inc()
                 continue
-            before, gap_s = parts.timeline.ended_on, parts.timeline.token(delta.origin)
-            parts.context.metrics.token(delta.origin, gap_s)
-            if gap_s is not None and before == delta.origin == "relay":
+            parts.timeline.accepted(delta.origin)
+            parts.context.metrics.generation_tokens.labels(delta.origin).inc()
+            gap_s = parts.handoff.accepted(holder)
+            if gap_s is not None and delta.origin == "relay":
                 parts.context.learned.relay_s.observe(gap_s, 1)
-            if holder is parts.main:
-                self._main_took_over()
+            if holder is parts.main and parts.relay is not None:
+                parts.share.relay_is_coming(False)  # until now it could have resumed
+                parts.holders.release(parts.relay)
+                parts.relay = None
             if delta.finish_reason is not None:
                 parts.context.background.request_ended(parts)
-                self._emit(replace(delta, timeline=parts.timeline.build()))
+            self._delivery.push(delta)
+            if delta.finish_reason is not None:
                 return
-            self._emit(delta)
         if parts.local_limit is not None and len(parts.acceptor.log) > parts.local_limit:
             self._failover.leave_local(OVERRUN)
         parts.advance()
 
-    def _main_took_over(self) -> None:
-        """Main's first token is accepted: the handoff is done and the relay, which could have resumed until now, is let go of."""
-        parts = self._parts
-        if parts.timeline.handoff_start_s is not None and parts.timeline.handoff_done_s is None:
-            parts.timeline.handoff_done_s = parts.timeline.now_s()
-            parts.context.metrics.handoffs.labels(parts.timeline.handoff).inc()
-            parts.context.metrics.handoff_s.observe(parts.timeline.handoff_done_s - parts.timeline.handoff_start_s)
-        if parts.relay is not None:
-            parts.share.relay_is_coming(False)
-            parts.holders.release(parts.relay)
-            parts.relay = None
+    def _release(self, delta: Delta) -> None:
+        timeline = self._parts.timeline
+        gap_s = timeline.delivered(delta.origin)
+        if gap_s is not None:
+            self._parts.context.metrics.itl_s.observe(gap_s)
+        self._emit(delta if delta.finish_reason is None else replace(delta, timeline=timeline.build()))
 
     def _relay_sealed(self, relay: Holder, length: int) -> None:
         parts = self._parts
@@ -198,7 +198,6 @@ class RequestRun:
                 relay, Failed(Code.INTERNAL, f"sealed at {length}, the log has {len(parts.acceptor.log)} tokens", died=False)
             )
             return
-        parts.handoff.sealed()
-        if parts.main is None and not parts.awaits_shared:
-            parts.handoff.resume_relay(relay, parts.acceptor.log.ids)
+        main_is_coming = parts.main is not None or parts.awaits_shared
+        parts.handoff.sealed(relay, main_is_coming, parts.acceptor.log.ids)
         parts.advance()

@@ -369,7 +369,7 @@ async def test_metrics_count_tokens_by_origin() -> None:
         assert sample("pdd:generation_tokens_total", {"origin": "relay"}) == 5
         assert sample("pdd:generation_tokens_total", {"origin": "main"}) == 19
         assert sample("pdd:prompt_tokens_total") == 20
-        assert sample("pdd:handoff_total", {"mode": "one_shot"}) == 1
+        assert sample("pdd:handoff_total", {"mode": "one_shot", "reason": "relay_limited"}) == 1
         assert sample("pdd:inter_token_latency_seconds_count") == 23
         assert sample("pdd:kv_transfer_bytes_total", {"link": "a-b"}) == 19 * KV_BYTES_PER_TOKEN
         assert sample("pdd:kv_transfer_wire_bytes_total", {"link": "a-b"}) == 19 * KV_BYTES_PER_TOKEN / 2
