@@ -23,21 +23,26 @@ class SmallSystem:
     coordinator: Coordinator
     workers: dict[Role, WorkerHarness]
     engines: dict[Role, FakeEngine]
+    other: Coordinator  # that sends to the same workers
 
 
 @contextlib.asynccontextmanager
-async def small_system(engines: dict[Role, FakeEngine], pipeline: str) -> AsyncIterator[SmallSystem]:
-    """A worker per role of ``engines``. On leaving, every ledger must be idle and the coordinator must run nothing."""
+async def small_system(engines: dict[Role, FakeEngine], pipeline: str, flow: dict[str, object] | None = None) -> AsyncIterator[SmallSystem]:
+    """A worker per role of ``engines``; ``flow`` as in the launch config. On leaving, every ledger must be idle and the coordinators must
+    run nothing.
+    """
     async with contextlib.AsyncExitStack() as stack:
         workers: dict[Role, WorkerHarness] = {}
         for role, engine in engines.items():
             workers[role] = await stack.enter_async_context(WorkerHarness(f"{role}-0", _maker(engine), check_idle_within_s=5.0))
         pool = await WorkerPool.connect(_topology(workers), "a", timeout_s=10.0)
         stack.push_async_callback(pool.close)
-        coordinator = Coordinator(_config(engines, pipeline), pool, None, Metrics())
-        stack.push_async_callback(coordinator.close)
-        yield SmallSystem(coordinator, workers, engines)
-        assert coordinator.num_running == 0
+        config = _config(engines, pipeline, flow or {})
+        both = [Coordinator(config, pool, None, Metrics()) for _ in range(2)]
+        for coordinator in both:
+            stack.push_async_callback(coordinator.close)
+        yield SmallSystem(both[0], workers, engines, both[1])
+        assert [coordinator.num_running for coordinator in both] == [0, 0]
 
 
 def _maker(engine: FakeEngine) -> Callable[[], FakeEngine]:
@@ -53,7 +58,7 @@ def _topology(workers: dict[Role, WorkerHarness]) -> Topology:
     return Topology(tuple(places), Address("127.0.0.1", 1), Address("127.0.0.1", 2))
 
 
-def _config(engines: dict[Role, FakeEngine], pipeline: str) -> LaunchConfig:
+def _config(engines: dict[Role, FakeEngine], pipeline: str, flow: dict[str, object]) -> LaunchConfig:
     workers = [
         {
             "name": f"{role}-0",
@@ -67,5 +72,12 @@ def _config(engines: dict[Role, FakeEngine], pipeline: str) -> LaunchConfig:
         for role, engine in engines.items()
     ]
     return LaunchConfig.model_validate(
-        {"model": "tiny", "sites": ["a", "b"], "workers": workers, "serving": {"site": "a"}, "policy": {"pipeline": pipeline}}
+        {
+            "model": "tiny",
+            "sites": ["a", "b"],
+            "workers": workers,
+            "serving": {"site": "a"},
+            "policy": {"pipeline": pipeline},
+            "flow": flow,
+        }
     )

@@ -65,7 +65,9 @@ def test_case_84_a_short_prompt_does_not_wait_behind_a_huge_one(tenant: str) -> 
 
 
 async def test_case_85_two_requests_that_hold_what_the_other_needs_both_finish(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every pool fits one request. a comes to main first and b to the relay, so each waits for pages that the other has."""
+    """Every pool fits one request. a comes to main first and b to the relay, so each waits for pages that the other has. They come from
+    two coordinators: one would keep the second waiting at the edge.
+    """
     arrived: dict[str, list[str]] = {"relay-0": [], "main-0": []}
     late = {("relay-0", "a"), ("main-0", "b")}
     attach = WorkerService.Attach
@@ -90,13 +92,25 @@ async def test_case_85_two_requests_that_hold_what_the_other_needs_both_finish(m
     async with small_system(engines, "relay") as system:
         requests = [request_of(number, 40, 9, tenant) for number, tenant in enumerate("ab")]
         async with asyncio.timeout(ALL_WITHIN_S):
-            outcomes = await asyncio.gather(*(collect(system.coordinator, request) for request in requests))
+            outcomes = await asyncio.gather(collect(system.coordinator, requests[0]), collect(system.other, requests[1]))
         assert arrived == {"relay-0": ["b", "a"], "main-0": ["a", "b"]}
         assert [outcome.ids for outcome in outcomes] == [answer_to(request) for request in requests]
 
 
+async def test_case_85_one_coordinator_keeps_the_second_at_the_edge() -> None:
+    """Every pool fits one request, and a pool's only request is never held while another holds what it needs."""
+    engines = {role: FakeEngine(num_pages=7, max_context=56) for role in ("prefill", "relay", "main")}
+    async with small_system(engines, "relay") as system:
+        requests = [request_of(number, 40, 9, tenant) for number, tenant in enumerate("abab")]
+        async with asyncio.timeout(ALL_WITHIN_S):
+            outcomes = await asyncio.gather(*(collect(system.coordinator, request) for request in requests))
+        assert [outcome.ids for outcome in outcomes] == [answer_to(request) for request in requests]
+
+
 async def test_case_86_prefill_begins_only_what_main_has_room_for() -> None:
-    """Main's pool holds four requests and prefill's all fifty; fifty come at once. What prefill holds is bounded by main's room."""
+    """Main's pool holds four requests and prefill's all fifty; fifty come at once. What main and prefill hold is bounded by main's room,
+    and all others wait at the edge.
+    """
     num_requests, fit, prompt_pages = 50, 4, 5
     most = 0
 
@@ -108,15 +122,21 @@ async def test_case_86_prefill_begins_only_what_main_has_room_for() -> None:
         "prefill": FakeEngine(num_pages=num_requests * prompt_pages, before_step=count),
         "main": FakeEngine(num_pages=fit * (prompt_pages + 1)),
     }
-    async with small_system(engines, "direct") as system:
-        requests = [request_of(number, 8 * prompt_pages, 8) for number in range(num_requests)]
+    async with small_system(engines, "direct", {"max_wait_s": 300.0}) as system:
+        requests = [replace(request_of(number, 8 * prompt_pages, 8), timeout_s=300.0) for number in range(num_requests)]
         running = [asyncio.create_task(collect(system.coordinator, request)) for request in requests]
         while system.coordinator.num_running < num_requests:  # all are taken; whom main has no room for waits
             await asyncio.sleep(0.001)
-        pinned = []
+        pinned, at_main, waiting = [], [], []
+        registry = system.coordinator.metrics.registry
         while not all(task.done() for task in running):
+            waiting.append(registry.get_sample_value("pdd:num_requests_waiting") or 0)
+            at_main.append(len(system.workers["main"].service._sessions))
             pinned.append((await system.workers["prefill"].ledger()).pinned_pages)
             await asyncio.sleep(0.005)
+        assert max(at_main) <= 2 * (fit + 1), "four, one that asks, and as many whose end main has not seen yet"
+        assert max(waiting) >= num_requests - 2 * (fit + 1)
+        assert registry.get_sample_value("pdd:requests_started_total", {"reason": "asks"}), "the claims leave a page each unused"
         for request, task in zip(requests, running, strict=True):
             assert task.result().ids == answer_to(request)
         # What main has whole is let go at prefill a moment later, when the next may have begun: twice what main holds, never fifty.
