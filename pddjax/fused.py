@@ -47,7 +47,8 @@ class FusedFunctions:
         place = partial(jax.device_put, device=device)
         layers = []
         while len(model.layers):
-            layers.append(place(LayerWeights(*together(_packed(model.layers.pop(0))))))
+            parts = together(_packed(model.layers.pop(0)))
+            layers.append(place(LayerWeights(*(part if part.size else None for part in parts))))  # each argument of a call costs time
         head = model.embedding if model.lm_head is None else model.lm_head
         (packed_head,) = together([native.pack(np.asarray(head[...]))])
         embedding = _NONE if self._tied else model.embedding[...]

@@ -16,23 +16,23 @@ _PANEL: Final = 2 * _LANES
 
 class LayerWeights(NamedTuple):
     """Float32. Norms [features]; of the four products weights [panels, in, 32] of :func:`pack` or :func:`pack_gate_up` and biases
-    [panels * 32]. What a family lacks has no elements: biases, ``q_norm`` and ``k_norm`` [dim], post norms.
+    [panels * 32]. What a family lacks is None, or has no elements: biases, ``q_norm`` and ``k_norm`` [dim], post norms.
     """
 
     attention_norm: jax.Array
     qkv: jax.Array
-    qkv_bias: jax.Array
-    q_norm: jax.Array
-    k_norm: jax.Array
+    qkv_bias: jax.Array | None
+    q_norm: jax.Array | None
+    k_norm: jax.Array | None
     out: jax.Array
-    out_bias: jax.Array
-    attention_post_norm: jax.Array
+    out_bias: jax.Array | None
+    attention_post_norm: jax.Array | None
     mlp_norm: jax.Array
     gate_up: jax.Array
-    gate_up_bias: jax.Array
+    gate_up_bias: jax.Array | None
     down: jax.Array
-    down_bias: jax.Array
-    mlp_post_norm: jax.Array
+    down_bias: jax.Array | None
+    mlp_post_norm: jax.Array | None
 
 
 class LayerRows(NamedTuple):
@@ -110,7 +110,7 @@ def layer(
     )
     found, written = call(
         x,
-        *weights,
+        *(jnp.zeros(0, jnp.float32) if values is None else values for values in weights),
         cos,
         sin,
         rows.slots,
