@@ -23,6 +23,7 @@ from pddbridge.engine_checks import COMPUTE_DTYPES, INT8, check_block, check_con
 from pddbridge.kv_layout import KVLayout, head_major
 from pddbridge.kv_spec import KVSpec, TokenRange
 from pddbridge.model_spec import ModelSpec
+from pddbridge.native.moves import native_moves
 from pddbridge.sampling import greedy_suffices, sample
 from pddbridge.sampling_params import TokenRecord
 from pddkernels.native.build import NativeUnavailableError
@@ -79,7 +80,9 @@ class TorchEngine:
         windows = tuple(dict.fromkeys(self._spec.layer_windows))
         heads = (self._spec.num_heads, self._spec.num_kv_heads, self._spec.head_dim)
         self._ops = choose(Problem(*heads, config.page_size, dtype, kv_dtype, windows), self._device, native)
-        self._pool = KVPool(self._kv_spec, config.num_pages, config.page_size, self._ops, self._device)
+        moves, missing = native_moves(config.compile_cache_dir) if self._device.type == "cpu" else (None, {})
+        self._fallbacks |= missing
+        self._pool = KVPool(self._kv_spec, config.num_pages, self._layout, self._ops, self._device, moves)
         self._num_steps = 0
         # On a CPU every linear should be packed; where torch cannot, it shows here.
         self._fallbacks["unpacked_linear"] = weights.num_unpacked if self._device.type == "cpu" else 0

@@ -11,7 +11,11 @@ import torch
 
 from pddbridge.engine import KVBlock, PendingKV, ReadyKV
 from pddbridge.kv_block import check_out
+from pddbridge.kv_convert import read_blocks, write_block
+from pddbridge.kv_layout import KVLayout
+from pddbridge.kv_pool import KVPool as HostPages
 from pddbridge.kv_spec import HeadRange, KVGroup, KVSpec, LayerRange, TokenRange
+from pddbridge.native.moves import NativeMoves
 from pddkernels.torch_ops import TorchOps
 from pddtorch.arrays import TORCH_DTYPES, to_numpy, to_torch
 
@@ -19,20 +23,28 @@ from pddtorch.arrays import TORCH_DTYPES, to_numpy, to_torch
 class KVPool:
     """Per layer and plane a tensor [num_pages + 1, kv_heads, page_size, dim]. The last page is scratch for warming up, nobody else's."""
 
-    def __init__(self, spec: KVSpec, num_pages: int, page_size: int, ops: TorchOps, device: torch.device) -> None:
+    def __init__(
+        self, spec: KVSpec, num_pages: int, layout: KVLayout, ops: TorchOps, device: torch.device, moves: NativeMoves | None = None
+    ) -> None:
+        """``layout``: head-major · ``moves``: on a CPU, see :class:`pddbridge.kv_pool.KVPool`."""
         (self._group,) = _single_group(spec)
         self._spec = spec
         self._ops = ops
         self.scratch_page = num_pages
         self._planes = {
             plane.name: torch.zeros(
-                (spec.num_layers, num_pages + 1, plane.num_heads, page_size, plane.head_dim), dtype=TORCH_DTYPES[spec.dtype], device=device
+                (spec.num_layers, num_pages + 1, plane.num_heads, layout.page_size, plane.head_dim),
+                dtype=TORCH_DTYPES[spec.dtype],
+                device=device,
             )
             for plane in self._group.planes
         }
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         keys, values = (self._planes[name].unbind(0) for name in ("k", "v"))
         self.layers: tuple[tuple[torch.Tensor, torch.Tensor], ...] = tuple(zip(keys, values, strict=True))
+        self._on_host: HostPages | None = None
+        if device.type == "cpu":
+            self._on_host = HostPages(layout, spec, tuple((to_numpy(k), to_numpy(v)) for k, v in self.layers), moves)
 
     def read(self, page_table: np.ndarray, tokens: TokenRange, out: Sequence[np.ndarray] | None = None) -> tuple[KVBlock, ...]:
         """One block per plane, all layers and heads, copied to the host. ``page_table`` [P] i32, already checked. On a CPU into ``out``;
@@ -40,7 +52,9 @@ class KVPool:
         """
         if out is not None:
             check_out(self._spec, len(tokens), out)
-        return self._blocks(self._packed(page_table, tokens, None if self._copies else out), tokens)
+        if self._on_host is not None:
+            return read_blocks(self._on_host, page_table, tokens, out)
+        return self._blocks(self._packed(page_table, tokens), tokens)
 
     def start_read(self, page_table: np.ndarray, tokens: TokenRange, out: Sequence[np.ndarray] | None = None) -> PendingKV:
         """As ``read``; on a GPU a stream of its own copies into pinned memory, beside what is computed next."""
@@ -58,14 +72,10 @@ class KVPool:
             copied.record(self._copies)
         return _Copying(copied, partial(self._blocks, host, tokens))
 
-    def _packed(self, page_table: np.ndarray, tokens: TokenRange, out: Sequence[np.ndarray] | None = None) -> list[torch.Tensor]:
-        """Per plane [layers, tokens, heads, dim], on the device; on a CPU that is ``out`` where it is given."""
-        planes = [(self._planes[plane.name], plane.num_heads) for plane in self._group.planes]
-        into = [None] * len(planes) if out is None else [to_torch(array) for array in out]
-        return [
-            self._ops.pack(pool, page_table, tokens.start, tokens.stop, 0, num_heads, out=place)
-            for (pool, num_heads), place in zip(planes, into, strict=True)
-        ]
+    def _packed(self, page_table: np.ndarray, tokens: TokenRange) -> list[torch.Tensor]:
+        """Per plane [layers, tokens, heads, dim], on the device."""
+        planes = ((self._planes[plane.name], plane.num_heads) for plane in self._group.planes)
+        return [self._ops.pack(pool, page_table, tokens.start, tokens.stop, 0, num_heads) for pool, num_heads in planes]
 
     def _blocks(self, packed: list[torch.Tensor], tokens: TokenRange) -> tuple[KVBlock, ...]:
         layers = LayerRange(0, len(self.layers))
@@ -76,6 +86,9 @@ class KVPool:
 
     def write(self, page_table: np.ndarray, block: KVBlock) -> None:
         """Place a block, already checked, into its slots and into no other."""
+        if self._on_host is not None:
+            write_block(self._on_host, page_table, block)
+            return
         pool = self._planes[block.plane]
         values = to_torch(block.values)
         if self._copies is not None:

@@ -81,18 +81,9 @@ class TorchOps(Protocol):
     def plan(self, row_starts: np.ndarray, context_lens: np.ndarray, page_tables: np.ndarray) -> StepKernels:
         """Once per step, on the host: ``row_starts`` [R+1], ``context_lens`` [R], ``page_tables`` [R, P] i32."""
 
-    def pack(
-        self,
-        layers: torch.Tensor,
-        page_table: np.ndarray,
-        start: int,
-        stop: int,
-        first_head: int,
-        num_heads: int,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def pack(self, layers: torch.Tensor, page_table: np.ndarray, start: int, stop: int, first_head: int, num_heads: int) -> torch.Tensor:
         """Tokens [start, stop) and heads of one plane in wire order [layers, tokens, num_heads, dim], of ``layers`` [L, N, kv_heads,
-        page_size, dim]. ``out``: where to, contiguous and on the same device; None for new memory."""
+        page_size, dim]."""
 
     def unpack(self, layers: torch.Tensor, values: torch.Tensor, page_table: np.ndarray, start: int, first_head: int) -> None:
         """The way back, for ``values`` [L, tokens, heads, dim] in the dtype of ``layers``."""
@@ -158,18 +149,9 @@ class PortableOps:
         attention = self._plan_attention(row_starts, context_lens, page_tables, decodes=True)
         return _PortableStep(torch.from_numpy(rows).to(self.device), attention)
 
-    def pack(
-        self,
-        layers: torch.Tensor,
-        page_table: np.ndarray,
-        start: int,
-        stop: int,
-        first_head: int,
-        num_heads: int,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def pack(self, layers: torch.Tensor, page_table: np.ndarray, start: int, stop: int, first_head: int, num_heads: int) -> torch.Tensor:
         rows = self._rows(layers, page_table, start, stop, first_head, num_heads)
-        return portable_pages.pack_tokens(layers.unbind(0), rows, num_heads, out)
+        return portable_pages.pack_tokens(layers.unbind(0), rows, num_heads)
 
     def unpack(self, layers: torch.Tensor, values: torch.Tensor, page_table: np.ndarray, start: int, first_head: int) -> None:
         rows = self._rows(layers, page_table, start, start + values.shape[1], first_head, values.shape[2])
@@ -302,20 +284,10 @@ class TritonOps:
             )
         )
 
-    def pack(
-        self,
-        layers: torch.Tensor,
-        page_table: np.ndarray,
-        start: int,
-        stop: int,
-        first_head: int,
-        num_heads: int,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def pack(self, layers: torch.Tensor, page_table: np.ndarray, start: int, stop: int, first_head: int, num_heads: int) -> torch.Tensor:
         from pddkernels.kv_pages import triton as kernels
 
-        packed = kernels.pack_tokens(layers, self._table(page_table), start, stop, first_head, num_heads)
-        return packed if out is None else out.copy_(packed)
+        return kernels.pack_tokens(layers, self._table(page_table), start, stop, first_head, num_heads)
 
     def unpack(self, layers: torch.Tensor, values: torch.Tensor, page_table: np.ndarray, start: int, first_head: int) -> None:
         from pddkernels.kv_pages import triton as kernels

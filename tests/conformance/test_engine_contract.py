@@ -580,6 +580,7 @@ def _with_sample(**changes: object) -> Step:
     ],
 )
 def test_a_broken_step_is_refused_and_changes_nothing(small: Engine, step: Step, field: str) -> None:
+    fill(small, [1, 2, 3, 4], 0.25)  # what the rows of GOOD have in KV; other tests leave NaN
     before = all_kv(small)
     for run in (small.step, small.logits):
         with pytest.raises(ValueError, match=field.replace("[", r"\[")):

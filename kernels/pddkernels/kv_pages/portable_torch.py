@@ -47,15 +47,14 @@ def gather_pages(pages: torch.Tensor, page_heads: torch.Tensor) -> torch.Tensor:
     return pages.view(-1, page_size * dim).index_select(0, page_heads).view(-1, page_size, dim)
 
 
-def pack_tokens(layers: Sequence[torch.Tensor], rows: torch.Tensor, num_heads: int, out: torch.Tensor | None = None) -> torch.Tensor:
+def pack_tokens(layers: Sequence[torch.Tensor], rows: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Tokens of one plane in wire order: [layers, tokens, num_heads, dim], bit for bit, each value moved once.
 
-    ``layers``: per layer pages [N, kv_heads, page_size, dim] · ``rows`` [tokens * num_heads] i64 of :func:`slot_rows` · ``out``: what is
-    returned, contiguous; None for new memory.
+    ``layers``: per layer pages [N, kv_heads, page_size, dim] · ``rows`` [tokens * num_heads] i64 of :func:`slot_rows`.
     """
     first = layers[0]
     shape = (len(layers), len(rows), first.shape[-1])
-    packed = torch.empty(shape, dtype=first.dtype, device=first.device) if out is None else out.view(shape)
+    packed = torch.empty(shape, dtype=first.dtype, device=first.device)
     for pages, layer_packed in zip(layers, packed, strict=True):
         torch.index_select(pages.view(-1, shape[2]), 0, rows, out=layer_packed)
     return packed.view(len(layers), -1, num_heads, shape[2])
