@@ -12,8 +12,13 @@ COMPUTED_WEIGHT: Final = 1
 SAMPLED_WEIGHT: Final = 2
 
 
+def account(namespace: str) -> str:
+    """The tenant of a cache's namespace, whatever salt of its own choice follows: salts would otherwise be turns for the asking."""
+    return namespace.partition("/")[0]
+
+
 class TenantService:
-    """Counters of the tenants that have requests here. Only differences between them mean anything."""
+    """Counters of the tenants that have requests here, each known by any of its namespaces. Only differences between them mean anything."""
 
     def __init__(self) -> None:
         self._counters: dict[str, int] = {}
@@ -21,6 +26,7 @@ class TenantService:
 
     def arrive(self, tenant: str) -> None:
         """A request of ``tenant`` has come."""
+        tenant = account(tenant)
         if tenant not in self._num_requests:
             floor = min((self._counters[present] for present in self._num_requests), default=0)
             self._counters[tenant] = max(floor, self._counters.get(tenant, floor))
@@ -28,6 +34,7 @@ class TenantService:
 
     def leave(self, tenant: str) -> None:
         """A request of ``tenant`` is gone. Counters that the return of their tenant would lift anyway are forgotten."""
+        tenant = account(tenant)
         self._num_requests[tenant] -= 1
         if self._num_requests[tenant]:
             return
@@ -40,8 +47,8 @@ class TenantService:
 
     def serve(self, tenant: str, num_computed: int, num_sampled: int) -> None:
         """``num_computed`` tokens of one of its requests were computed, ``num_sampled`` were sampled."""
-        self._counters[tenant] += COMPUTED_WEIGHT * num_computed + SAMPLED_WEIGHT * num_sampled
+        self._counters[account(tenant)] += COMPUTED_WEIGHT * num_computed + SAMPLED_WEIGHT * num_sampled
 
     def of(self, tenant: str) -> int:
         """The counter of a tenant with requests here."""
-        return self._counters[tenant]
+        return self._counters[account(tenant)]

@@ -195,3 +195,17 @@ def test_coming_back_does_not_wipe_out_what_was_had() -> None:
     service.leave("b")
     service.arrive("b")
     assert service.of("b") - service.of("a") == 300
+
+
+def test_salts_of_one_tenant_take_turns_as_one() -> None:
+    service = TenantService()
+    for namespace in ("a", "a/1", "a/2", "b"):
+        service.arrive(namespace)
+    service.serve("a/1", 10, 0)
+    service.serve("a", 5, 0)
+    assert service.of("a/2") == service.of("a") == 15 * COMPUTED_WEIGHT
+    assert service.of("b") == 0
+    for namespace in ("a/1", "a", "a/2"):
+        service.leave(namespace)
+    service.arrive("a/3")  # back, and no better off for another name
+    assert service.of("a/3") == 15 * COMPUTED_WEIGHT
