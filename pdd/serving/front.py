@@ -32,11 +32,15 @@ class Generator(Protocol):
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]: ...
 
 
+def _not_counted(_door: str) -> None:
+    """Nobody counts."""
+
+
 @dataclass(frozen=True)
 class Front:
     """``unhealthy``: names of workers that cannot be used now; nothing when the service is healthy. ``decisions``: of the latest
-    requests, oldest first. ``accounts``: of the clients' API keys;
-    None: none are asked for.
+    requests, oldest first. ``accounts``: of the clients' API keys; None: none are asked for. ``stalled_after_s``: a client that takes
+    nothing of what lies ready for so long is cut off; ``stalled`` is told the door.
     """
 
     generator: Generator
@@ -45,3 +49,5 @@ class Front:
     serving: ServingConfig
     accounts: Accounts | None = None
     decisions: Callable[[], Sequence[DecisionRecord]] | None = None
+    stalled_after_s: float = 60.0
+    stalled: Callable[[str], None] = _not_counted

@@ -68,8 +68,18 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         async with aclosing(interleave([self._front.generator.generate(requests[0])])) as deltas:
             async for _, delta in deltas:
                 said.accept(delta)
-                await context.write(_response(delta, requests, said))
+                await self._write(context, _response(delta, requests, said))
         said.end()
+
+    async def _write(self, context: Context, response: inference_pb2.GenerateResponse) -> None:
+        """Raises PddError for a client that takes nothing for too long; what is not written yet is bounded by the request's tokens."""
+        try:
+            async with asyncio.timeout(self._front.stalled_after_s):
+                await context.write(response)
+        except TimeoutError:
+            self._front.stalled("grpc")
+            message = f"the client took nothing of the answer for {self._front.stalled_after_s:g} s"
+            raise PddError(Code.DEADLINE_EXCEEDED, message) from None
 
 
 class HealthStatus(Protocol):

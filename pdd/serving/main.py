@@ -99,7 +99,17 @@ async def _start(
     if accounts is not None:
         generator = limits = TenantLimits(coordinator, accounts)
         metrics.registry.register(AccountCollector(accounts, limits))
-    return Front(generator, coordinator.unhealthy_workers, text, config.serving, accounts, lambda: coordinator.latest_decisions), metrics
+    front = Front(
+        generator,
+        coordinator.unhealthy_workers,
+        text,
+        config.serving,
+        accounts,
+        lambda: coordinator.latest_decisions,
+        config.flow.stalled_client_s,
+        lambda door: metrics.stalled_clients.labels(door).inc(),
+    )
+    return front, metrics
 
 
 async def _serve_doors(

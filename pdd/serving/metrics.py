@@ -49,6 +49,7 @@ class Metrics:
         self.handoff_rewinds = Counter("pdd:handoff_rewinds", "Times main was rewound to a log it had left", registry=r)
         self.fallbacks = Counter("pdd:fallbacks", "Departures from the planned path", ["reason"], registry=r)
         self.requests = Counter("pdd:requests", "Requests ended: stop, length, cancelled or an error code", ["outcome"], registry=r)
+        self.stalled_clients = Counter("pdd:stalled_clients", "Clients cut off for taking nothing of their answer", ["door"], registry=r)
         self.loop_lag_s = Histogram("pdd:event_loop_lag_seconds", "How late a timer woke", buckets=BOUNDS_S, registry=r)
 
     def ended(self, outcome: str, timeline: Timeline) -> None:

@@ -39,6 +39,7 @@ class Doors:
     http_port: int
     http_server: HttpServer
     unhealthy: list[str] = field(default_factory=list)
+    stalled: list[str] = field(default_factory=list)
 
     async def post(self, path: str, body: object, **headers: str) -> httpx.Response:
         """``body``: JSON to be, or bytes as they are."""
@@ -73,11 +74,17 @@ async def open_doors(
     grace_s: int = 3,
     accounts: Accounts | None = None,
     limits: HttpLimits | None = None,
+    stalled_after_s: float = 60.0,
 ) -> AsyncGenerator[Doors, None]:
-    """``accounts``: keys are asked for, and the tenants' limits hold."""
+    """``accounts``: keys are asked for, and the tenants' limits hold. ``stalled_after_s``: clients that take nothing for so long are cut
+    off, and told in ``stalled``.
+    """
+    stalled: list[str] = []
     unhealthy: list[str] = []
     generator: Generator = coordinator if accounts is None else TenantLimits(coordinator, accounts)
-    front = Front(generator, lambda: unhealthy, coordinator.text, serving, accounts)
+    front = Front(
+        generator, lambda: unhealthy, coordinator.text, serving, accounts, stalled_after_s=stalled_after_s, stalled=stalled.append
+    )
     bound = bind_http("127.0.0.1", 0)
     http_port = bound.getsockname()[1]
     http_server = make_http_server(create_app(front, Metrics().registry), grace_s, limits)
@@ -94,7 +101,7 @@ async def open_doors(
             openai.AsyncOpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0, http_client=_bare_client(base)) as client,
             open_channel("127.0.0.1", grpc_port) as channel,
         ):
-            yield Doors(coordinator, http, client, channel, http_port, http_server, unhealthy)
+            yield Doors(coordinator, http, client, channel, http_port, http_server, unhealthy, stalled)
     finally:
         http_server.should_exit = True
         watching.cancel()

@@ -90,7 +90,8 @@ class OpenAIDoor:
         except asyncio.CancelledError:
             # Only the server cancels a handler, when it shuts down; its client still gets an answer.
             return error_response(SHUTTING_DOWN)
-        return EventStream(first, events, front.serving.request_timeout_s, farewell=event(error_body(SHUTTING_DOWN)))
+        farewell = event(error_body(SHUTTING_DOWN))
+        return EventStream(first, events, front.stalled_after_s, farewell, lambda: front.stalled("http"))
 
     def _model(self) -> dict[str, object]:
         limits = self._front.generator.limits

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -47,20 +47,28 @@ async def while_connected(receive: Receive, work: Coroutine[object, object, T]) 
 
 class EventStream:
     """An ASGI response: ``first``, then what ``rest`` yields. ``rest`` is closed when the client leaves, at once and not at its next
-    event, and when the client takes longer than ``stall_s`` to read one event. At a shutdown ``farewell`` is the last event."""
+    event, and when the client takes longer than ``stall_s`` to read one event, of which ``stalled`` is told. At a shutdown ``farewell`` is
+    the last event. Meanwhile events wait in ``rest``, whose source is bounded by the request's tokens and held up by nobody."""
 
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None], stall_s: float, farewell: bytes) -> None:
+    def __init__(
+        self, first: bytes, rest: AsyncGenerator[bytes, None], stall_s: float, farewell: bytes, stalled: Callable[[], None]
+    ) -> None:
         self._first = first
         self._rest = rest
         self._stall_s = stall_s
         self._farewell = farewell
+        self._stalled = stalled
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._rest):
             await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
             try:
                 await while_connected(receive, self._send_all(send))
-            except (ClientGoneError, TimeoutError):
+            except ClientGoneError:
+                return
+            except TimeoutError:
+                # The server closes a connection whose answer is left unfinished; a client that reads on sees that it is.
+                self._stalled()
                 return
             except asyncio.CancelledError:
                 # uvicorn cancels what still runs after its grace; the client must not take that for the end of the answer.

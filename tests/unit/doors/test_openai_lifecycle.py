@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 
+import grpc
+import grpc.aio
 import openai
 import pytest
 
 from pdd.errors import Code, PddError
 from pdd.serving.sampling_check import choice_seed
 from pdd.serving.text.model import TextModel
+from pddbridge.rpc.gen import inference_pb2, inference_pb2_grpc
 from tests.support.doors import SERVING, Doors, open_doors, until
 from tests.support.scripted_coordinator import Limits, Script, ScriptedCoordinator, failure
 
@@ -78,6 +81,24 @@ async def test_a_client_that_never_reads_holds_no_generation(text: TextModel) ->
         doors.coordinator.limits = Limits(max_context_tokens=50_000)
         _reader, writer = await send_raw(doors.http_port, COMPLETIONS, ask(COMPLETIONS, stream=True, max_tokens=20_000))
         await until(lambda: doors.coordinator.num_tokens_made == 20_000 and not doors.coordinator.running, within_s=20)
+        writer.close()
+
+
+@pytest.mark.slow
+async def test_a_client_that_takes_nothing_is_cut_off_and_counted_at_either_door(text: TextModel) -> None:
+    """More than all buffers on the way hold, so that the doors cannot get rid of it."""
+    script = Script(tokens=tuple([104] * 60_000))
+    async with open_doors(ScriptedCoordinator(text, script), stalled_after_s=0.3) as doors:
+        doors.coordinator.limits = Limits(max_context_tokens=100_000)
+        _reader, writer = await send_raw(doors.http_port, COMPLETIONS, ask(COMPLETIONS, stream=True, max_tokens=60_000))
+        call = inference_pb2_grpc.InferenceStub(doors.channel).Generate(
+            inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[5, 6]), max_tokens=60_000, ignore_eos=True)
+        )
+        await until(lambda: sorted(doors.stalled) == ["grpc", "http"], within_s=60)
+        with pytest.raises(grpc.aio.AioRpcError, match="took nothing"):
+            async for _ in call:
+                pass
+        await doors.idle()
         writer.close()
 
 

@@ -149,7 +149,9 @@ async def test_a_connection_that_takes_nothing_is_given_up() -> None:
 
     rest = events()
     await anext(rest)
+    stalled: list[str] = []
     async with asyncio.timeout(2):
-        await EventStream(b"data: first\n\n", rest, stall_s=0.05, farewell=b"")({}, _stay, send)
+        await EventStream(b"data: first\n\n", rest, 0.05, b"", lambda: stalled.append("http"))({}, _stay, send)
     assert closed
+    assert stalled == ["http"]
     assert sent == [b"", b"data: first\n\n", b"data: x\n\n"]
