@@ -10,9 +10,19 @@ import sys
 import threading
 from collections.abc import Callable
 
+# A process that is ready says so this often: silence is how its parent notices that it hangs or was stopped.
+ALIVE_EVERY_S = 2.0
+
+
+async def stay_alive() -> None:
+    """Tell the parent, from the event loop, that it still turns; until cancelled. Start it with the report of readiness."""
+    while True:
+        report("alive")
+        await asyncio.sleep(ALIVE_EVERY_S)
+
 
 def report(event: str, **fields: str | int | float) -> None:
-    """One line on stdout: ``{"event": …, …}``. Events: loading, warm_up (done, total, what), ready."""
+    """One line on stdout: ``{"event": …, …}``. Events: loading, warm_up (done, total, what), ready, alive."""
     print(json.dumps({"event": event, **fields}), flush=True)
 
 

@@ -189,7 +189,9 @@ async def _serve(config: LaunchConfig, topology: Topology) -> None:
     for port, link in proxy_ports(config, topology):
         await emulator.add(port, link)
     child.report("ready")
+    alive = asyncio.create_task(child.stay_alive())
     await stop.wait()
+    alive.cancel()
     await emulator.close()
 
 

@@ -42,6 +42,7 @@ class Deployment:
         self.processes: dict[str, ChildProcess] = {}
         self._ready: set[str] = set()
         self._events: queue.Queue[ChildEvent] = queue.Queue()
+        self._coordinators: set[str] = set()
 
     def __enter__(self) -> Deployment:
         return self
@@ -87,9 +88,33 @@ class Deployment:
 
     def start_coordinator(self, name: str, config: LaunchConfig, topology: Topology) -> None:
         """A coordinator over these workers; benchmarks start several with different policies and routes."""
-        config_file, topology_file = self.write_files(name, config, topology)
-        files = ["--config", str(config_file), "--topology", str(topology_file)]
-        self._spawn(name, ["pdd.serving.main", *files, "--cache-dir", str(self.cache_dir)])
+        self.write_files(name, config, topology)
+        self._coordinators.add(name)
+        self._spawn_coordinator(name)
+
+    def restart(self, name: str) -> None:
+        """Start again, on the same ports, whatever process of this deployment has that name."""
+        if name in self._coordinators:
+            self._spawn_coordinator(name, "--again")
+        elif name == "link":
+            self.start_link()
+        else:
+            self.start_worker(name)
+
+    def wanted(self, name: str) -> bool:
+        """Whether a process of that name should be running."""
+        return name in self.processes
+
+    def is_worker(self, name: str) -> bool:
+        return any(worker.name == name for worker in self.config.workers)
+
+    def silences(self) -> dict[str, float]:
+        """Seconds since each running process that was ready said that it is alive."""
+        now = time.monotonic()
+        return {n: now - child.heard_s for n, child in self.processes.items() if child.heard_s is not None and child.running()}
+
+    def _spawn_coordinator(self, name: str, *more: str) -> None:
+        self._spawn(name, ["pdd.serving.main", *self._files(name), "--cache-dir", str(self.cache_dir), *more])
 
     def _files(self, stem: str) -> list[str]:
         return ["--config", str(self.run_dir / f"{stem}.yaml"), "--topology", str(self.run_dir / f"{stem}.json")]

@@ -29,6 +29,7 @@ class ChildProcess:
         self.name = name
         self.log = log
         self._events = events
+        self.heard_s: float | None = None  # monotonic: when it last said that it is alive; None before it did
         with log.open("ab") as stderr:
             self._popen = subprocess.Popen(
                 argv, env={**os.environ, **env}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True
@@ -87,6 +88,9 @@ class ChildProcess:
                 event = fields.pop("event")
             except (ValueError, KeyError, AttributeError, TypeError):
                 continue  # a library printed something of its own; only our JSON lines are events
-            self._events.put(ChildEvent(self.name, event, fields))
+            if event == "alive":
+                self.heard_s = time.monotonic()
+            else:
+                self._events.put(ChildEvent(self.name, event, fields))
         self._popen.stdout.close()
         self._events.put(ChildEvent(self.name, "exited", {"status": self._popen.wait()}))

@@ -97,12 +97,14 @@ class FailoverRun:
 
     def recompute(self, behind_relay: bool, cause: str) -> None:
         """Attach a worker anew in main's part; it computes the prompt's KV itself. ``behind_relay``: the relay goes on and hands over
-        later, or goes on to the end if nobody can recompute. Raises PddError UNAVAILABLE when nobody is left. Each worker is tried once.
+        later, or goes on to the end if nobody can recompute. Raises PddError UNAVAILABLE when nobody is left. Each worker is tried once,
+        and one that has failed this request only where there is no other.
         """
         parts = self._parts
         excluded = self._recomputed_on
         pool = parts.context.pool
-        worker = pool.route("main", excluded, request=parts.request)
+        failed_on = parts.holders.failed_on
+        worker = pool.route("main", excluded | failed_on, request=parts.request) or pool.route("main", excluded, request=parts.request)
         if worker is None and not behind_relay:
             worker = pool.route("relay", excluded, request=parts.request)
         if worker is None or not parts.context.config.policy.fallback_recompute:

@@ -12,7 +12,7 @@ from pdd.errors import Code, PddError
 from pdd.policy.failover import HolderState
 from pdd.serving.pooled_worker import PooledWorker
 from pdd.serving.request import GenerationRequest, Origin
-from pdd.serving.worker_events import Event, Reserved
+from pdd.serving.worker_events import Event, Failed, Reserved
 from pdd.serving.worker_stream import WorkerStream
 from pddbridge.rpc.convert import params_to_proto
 from pddbridge.rpc.gen import worker_pb2
@@ -78,6 +78,7 @@ class Holders:
         self._held: dict[Holder, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._num_opened = 0
+        self.failed_on: frozenset[str] = frozenset()  # names of workers that broke a stream of this request
 
     def open(self, worker: PooledWorker, attach: Attach) -> Holder:
         """Returns at once; what becomes of it arrives through ``next``. Raises PddError UNAVAILABLE after too many."""
@@ -172,6 +173,8 @@ class Holders:
         try:
             async for event in holder.stream.events():
                 holder.worker.heard(holder.stream, event)
+                if isinstance(event, Failed):
+                    self.failed_on |= {holder.worker.name}
                 self._inbox.put_nowait((holder, event))
         finally:
             holder.stream.abort()

@@ -20,7 +20,7 @@ from pdd import models
 from pdd.config import LaunchConfig
 from pdd.config import load as load_config
 from pdd.errors import PddError
-from pdd.launch.child import report, when_parent_ends
+from pdd.launch.child import report, stay_alive, when_parent_ends
 from pdd.loop_lag import watch_loop
 from pdd.security_config import SecurityConfig
 from pdd.serving.accounts import Accounts
@@ -46,19 +46,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="pdd.serving.main")
     for option in ("--config", "--topology", "--cache-dir"):
         parser.add_argument(option, type=Path, required=True)
+    parser.add_argument("--again", action="store_true", help="after an end: serve with the workers that answer now, the others join later")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
         config = load_config(arguments.config)
         topology = Topology.load(arguments.topology)
-        asyncio.run(serve(config, topology, arguments.cache_dir))
+        asyncio.run(serve(config, topology, arguments.cache_dir, arguments.again))
     except (ValueError, OSError, PddError) as error:
         # The launcher shows the last line of stderr where a process failed to start.
         print(f"coordinator: {error}", file=sys.stderr)
         sys.exit(1)
 
 
-async def serve(config: LaunchConfig, topology: Topology, cache_dir: Path) -> None:
+async def serve(config: LaunchConfig, topology: Topology, cache_dir: Path, again: bool = False) -> None:
     """Until SIGTERM, SIGINT or the parent's end. Raises ValueError or PddError, one clear line, when it cannot start."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -73,7 +74,7 @@ async def serve(config: LaunchConfig, topology: Topology, cache_dir: Path) -> No
         limits = ServerLimits(max_connections=security.max_connections)
         grpc_server = make_door_server(config.serving.max_body_bytes, accounts, security.public_health, limits)
         bind(grpc_server, topology.grpc.host, topology.grpc.port, door_tls(security))
-        starting = asyncio.create_task(_start(config, topology, cache_dir, stack, accounts))
+        starting = asyncio.create_task(_start(config, topology, cache_dir, stack, accounts, again))
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
@@ -85,13 +86,16 @@ async def serve(config: LaunchConfig, topology: Topology, cache_dir: Path) -> No
 
 
 async def _start(
-    config: LaunchConfig, topology: Topology, cache_dir: Path, stack: contextlib.AsyncExitStack, accounts: Accounts | None
+    config: LaunchConfig, topology: Topology, cache_dir: Path, stack: contextlib.AsyncExitStack, accounts: Accounts | None, again: bool
 ) -> tuple[Front, Metrics]:
     """What stands behind the doors; ``stack`` closes it."""
     report("loading", what="tokenizer")
     text = await asyncio.to_thread(lambda: TextModel.load(models.resolve(config.model, cache_dir)))
     report("loading", what="workers")
-    pool = await WorkerPool.connect(topology, config.serving.site, config.start_timeout_s, tls=coordinator_rpc_tls(config))
+    survival = config.survival
+    timeout_s = survival.lost_after_s if again else config.start_timeout_s
+    tls = coordinator_rpc_tls(config)
+    pool = await WorkerPool.connect(topology, config.serving.site, timeout_s, survival, patient=not again, tls=tls)
     stack.push_async_callback(pool.close)
     metrics = Metrics()
     coordinator = Coordinator(config, pool, text, metrics)
@@ -130,14 +134,18 @@ async def _serve_doors(
         "the health watch": asyncio.create_task(follow_health(front, health)),
         "the loop watch": asyncio.create_task(watch_loop(metrics.loop_lag_s.observe)),
     }
+    alive: asyncio.Task[None] | None = None
     try:
         await _http_started(http_server, tasks["the HTTP door"])
         report("ready", http=str(http_socket.getsockname()[1]), model=front.generator.limits.model_name)
+        alive = asyncio.create_task(stay_alive())
         await asyncio.wait((stopping, *tasks.values()), return_when=asyncio.FIRST_COMPLETED)
         for name, task in tasks.items():
             if task.done():
                 raise ValueError(f"{name} ended unexpectedly") from task.exception()
     finally:
+        if alive is not None:
+            alive.cancel()
         http_server.should_exit = True
         tasks["the health watch"].cancel()
         tasks["the loop watch"].cancel()

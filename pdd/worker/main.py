@@ -26,12 +26,13 @@ from pdd import models
 from pdd.config import LaunchConfig, WorkerConfig
 from pdd.config import load as load_config
 from pdd.errors import Code
-from pdd.launch.child import report, when_parent_ends
+from pdd.launch.child import report, stay_alive, when_parent_ends
 from pdd.tls_setup import worker_guards, worker_link_tls, worker_rpc_tls
 from pdd.topology import Topology
 from pdd.worker.executor import ExecutorLimits
 from pdd.worker.kv_codecs import CodecChoice, codec_rules, codecs_taken, measure_codecs
 from pdd.worker.link_rules import shared_links
+from pdd.worker.self_watch import SelfWatch
 from pdd.worker.service import Runtime, WorkerService
 from pdd.worker.step_loop import THREAD_NAME, EngineFacts, StepLoop
 from pdd.worker.transfers import KVTraffic
@@ -110,6 +111,8 @@ async def _run(config: LaunchConfig, worker: WorkerConfig, topology: Topology, c
     step_loop.start()
     stopping = asyncio.create_task(stop.wait())
     traffic: KVTraffic | None = None
+    alive: asyncio.Task[None] | None = None
+    watch: SelfWatch | None = None
     # While the engine loads: NIXL takes a second, too.
     nixl = asyncio.create_task(_start_nixl(config, service.epoch))
     try:
@@ -135,11 +138,18 @@ async def _run(config: LaunchConfig, worker: WorkerConfig, topology: Topology, c
         for name in ("", SERVICE_NAME):
             await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
         report("ready")
+        alive = asyncio.create_task(stay_alive())
+        watch = SelfWatch(lambda: step_loop.turn, config.survival.exit_after_s)
+        watch.start()
         await asyncio.wait((crash, stopping), return_when=asyncio.FIRST_COMPLETED)
         if crash.done():
             crash.result()
     finally:
         stopping.cancel()
+        if alive is not None:
+            alive.cancel()
+        if watch is not None:
+            watch.stop()
         await health_servicer.enter_graceful_shutdown()
         await service.end()
         await server.stop(_STOP_GRACE_S)

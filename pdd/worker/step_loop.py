@@ -113,6 +113,11 @@ class StepLoop:
         self.submit(m.TakeSnapshot(reply))
         return await asyncio.wrap_future(reply)
 
+    @property
+    def turn(self) -> float | None:
+        """When its turn began, monotonic; None while it sleeps. From any thread."""
+        return self._turn_began
+
     def turn_age_s(self) -> float:
         """How long the step thread has been in its turn: some commands and one step; 0 while it sleeps. From any thread, at once: whether
         it hangs can be told while it does."""

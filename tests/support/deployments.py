@@ -27,6 +27,8 @@ def launch_config(
     max_step_tokens: int = 64,
     policy: dict[str, object] | None = None,
     main_max_context: int | None = None,
+    survival: dict[str, object] | None = None,
+    mains: int = 1,
 ) -> LaunchConfig:
     """Prefill and relay at site a, main at site b. JAX has pages of 32, PyTorch of 16, whichever side they are on.
 
@@ -54,10 +56,11 @@ def launch_config(
             "workers": [
                 worker("prefill-0", "prefill", "a", engines[0], max_context),
                 worker("relay-0", "relay", "a", engines[1], max_context),
-                worker("main-0", "main", "b", engines[2], main_max_context or max_context),
+                *(worker(f"main-{i}", "main", "b", engines[2], main_max_context or max_context) for i in range(mains)),
             ],
             "serving": {"site": "a", "allow_override": True},
             "policy": {"pipeline": "relay", "catch_up_chunk": 5, **(policy or {})},
+            "survival": survival or {},
         }
     )
 

@@ -60,7 +60,8 @@ class Script:
     ``break_ingest``: it breaks when it is given tokens · ``wrong_at``: at this position it proposes a token for the position before ·
     ``differs_at``: at these positions it chooses another token than the others would ·
     ``push_fails``: what is pushed to it is refused · ``kv_event_gate``: holds its KvComplete, though the sender is acknowledged ·
-    ``pushed_event_gate``: holds its Pushed, though the receiver has everything.
+    ``silent_at``: it owes this position and says nothing more · ``step_age_s``: what it says of its step thread · ``info_gate``: holds its
+    answers of how it is, while streams go on · ``pushed_event_gate``: holds its Pushed, though the receiver has everything.
     """
 
     hit_tokens: int = 0
@@ -75,6 +76,9 @@ class Script:
     wrong_at: int | None = None
     differs_at: frozenset[int] = frozenset()
     ignore_seal: bool = False
+    silent_at: int | None = None
+    step_age_s: float = 0.0
+    info_gate: asyncio.Event = field(default_factory=lambda: opened(True))
     step_s: float = TICK_S
     reserve_gate: asyncio.Event = field(default_factory=lambda: opened(True))
     prefill_gate: asyncio.Event = field(default_factory=lambda: opened(True))
@@ -180,6 +184,8 @@ class Row:
                 script.break_at = None
                 self.die()
                 return
+            if script.silent_at == len(self.log):
+                await asyncio.Event().wait()
             async with self.stepping:
                 await asyncio.sleep(script.step_s)
                 if self.sealed:
@@ -196,7 +202,9 @@ class Row:
 
 
 class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
-    """``rows``: what is held now · ``opens``, ``ingests``, ``priorities``: everything ever asked · ``computed_prompt_tokens``: prompt KV computed."""
+    """``rows``: what is held now · ``opens``, ``ingests``, ``priorities``: everything ever asked ·
+    ``computed_prompt_tokens``: prompt KV computed.
+    """
 
     def __init__(self, name: str, role: Role, site: str, kv_port: int, cluster: Cluster) -> None:
         self.name, self.role, self.site = name, role, site
@@ -239,6 +247,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         await self._server.stop(grace=None)
 
     async def Info(self, request: pb.InfoRequest, context: grpc.aio.ServicerContext) -> pb.WorkerInfo:  # noqa: N802
+        await self.script.info_gate.wait()
         return pb.WorkerInfo(
             name=self.name,
             engine="scripted",
@@ -251,6 +260,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             vocab_size=VOCAB_SIZE,
             kv_dtype="float32",
             max_rows=self.script.max_rows,
+            step_age_s=self.script.step_age_s,
             links=self.links,
         )
 
@@ -343,7 +353,12 @@ class Cluster:
     """One prefill, one relay and one main worker (or more), and a coordinator in front of them."""
 
     def __init__(
-        self, token: TokenFunction, roles: Sequence[tuple[str, Role, str]], policy: dict[str, object], serving: dict[str, object]
+        self,
+        token: TokenFunction,
+        roles: Sequence[tuple[str, Role, str]],
+        policy: dict[str, object],
+        serving: dict[str, object],
+        survival: dict[str, object] | None = None,
     ) -> None:
         self.token = token
         self.kv_bytes_per_token = KV_BYTES_PER_TOKEN
@@ -367,6 +382,7 @@ class Cluster:
                 ],
                 "serving": {"site": "a", "allow_override": True, **serving},
                 "policy": policy,
+                "survival": survival or {},
             }
         )
 
@@ -406,16 +422,17 @@ async def serving(
     scripts: dict[str, Script] | None = None,
     text_model: TextModel | None = None,
     kv_bytes_per_token: int = KV_BYTES_PER_TOKEN,
+    survival: dict[str, object] | None = None,
 ) -> AsyncIterator[tuple[Cluster, Coordinator]]:
     """A running cluster and its coordinator. On leaving, every worker must be idle and the coordinator must run nothing."""
-    cluster = Cluster(token, roles, policy or {}, serving or {})
+    cluster = Cluster(token, roles, policy or {}, serving or {}, survival)
     cluster.kv_bytes_per_token = kv_bytes_per_token
     async with contextlib.AsyncExitStack() as stack:
         for worker in cluster.workers:
             worker.script = (scripts or {}).get(worker.name, worker.script)
             await worker.start()
             stack.push_async_callback(worker.kill)
-        pool = await WorkerPool.connect(cluster.topology, "a", timeout_s=5.0)
+        pool = await WorkerPool.connect(cluster.topology, "a", timeout_s=5.0, survival=cluster.config.survival)
         stack.push_async_callback(pool.close)
         coordinator = Coordinator(cluster.config, pool, text_model, Metrics())
         stack.push_async_callback(coordinator.close)

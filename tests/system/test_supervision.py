@@ -14,7 +14,7 @@ import pytest
 from pdd.conform.single_run import single_engine_runs
 from pdd.launch.local import Deployment
 from pdd.launch.process import ChildEvent
-from pdd.launch.supervise import MAX_RESTARTS, Supervisor
+from pdd.launch.supervise import Supervisor
 from pddbridge.sampling_params import SamplingParams
 from tests.support.clients import Streamed, body_of, complete, complete_all
 from tests.support.deployments import assert_idle, launch_config, worker_address
@@ -70,15 +70,29 @@ def test_a_killed_worker_is_started_again_while_the_service_goes_on(victim: str,
         assert_idle(deployment)
 
 
-def test_restarts_are_bounded_and_the_coordinator_is_not_replaced(tiny_model: Path, cache_dir: Path):
-    started: list[str] = []
+def test_restarts_wait_longer_each_time_and_are_bounded(tiny_model: Path, cache_dir: Path):
+    """A worker that cannot stay up is given up alone; the coordinator and the link take the service with them."""
+    now = 0.0
+    started: list[tuple[str, float]] = []
     said: list[str] = []
-    deployment = Deployment(launch_config(str(tiny_model)), cache_dir)
-    deployment.start_worker = lambda name, arguments=None: started.append(name)  # type: ignore[method-assign]
-    supervisor = Supervisor(deployment, said.append)
-    for _ in range(MAX_RESTARTS + 2):
-        assert supervisor.react(ChildEvent("relay-0", "exited", {"status": 1}))
-    assert started == ["relay-0"] * MAX_RESTARTS
-    assert not supervisor.react(ChildEvent("coordinator", "exited", {"status": -9}))
-    assert not supervisor.react(ChildEvent("link", "exited", {"status": 0}))
+    restarts = {"most": 3, "window_s": 100.0, "first_s": 2.0, "longest_s": 3.0}
+    deployment = Deployment(launch_config(str(tiny_model), survival={"restarts": restarts}), cache_dir)
+    deployment.wanted = lambda name: True  # type: ignore[method-assign]
+    deployment.restart = lambda name: started.append((name, now))  # type: ignore[method-assign]
+    supervisor = Supervisor(deployment, said.append, clock=lambda: now)
+    for name, goes_on in (("relay-0", True), ("coordinator", False), ("link", False)):
+        started.clear()
+        now += 1000.0
+        begin = now
+        for _ in range(3):
+            assert supervisor.react(ChildEvent(name, "exited", {"status": -9}))
+            while (name, now) not in started:
+                now += 0.5
+                supervisor.tick()
+            now += 0.5
+        assert [at - begin for _, at in started] == [0.0, 2.5, 6.0]
+        assert supervisor.react(ChildEvent(name, "exited", {"status": 1})) is goes_on
+        assert "after 3 restarts" in said[-1]
+        now += 200.0
+        assert supervisor.react(ChildEvent(name, "exited", {"status": 1})), "the window is over"
     deployment.stop()
