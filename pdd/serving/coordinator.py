@@ -92,6 +92,7 @@ class Coordinator:
         except PddError as error:
             self.metrics.requests.labels(error.code.name.lower()).inc()
             raise
+        # Bounded by the request's own max_tokens, which the context bounds: so a slow reader holds memory here, and no worker.
         deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
         task = asyncio.create_task(self._run(request, timeline, deltas))
         self._running[request.request_id] = task

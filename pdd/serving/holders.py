@@ -74,6 +74,7 @@ class Holders:
         self.request = request
         self._max_attempts = max_attempts
         self._deadline = time.monotonic() + request.timeout_s
+        # Bounded by what workers may say of one request: a few events each, and its tokens. Its task waits for nobody else.
         self._inbox: asyncio.Queue[tuple[Holder, Event]] = asyncio.Queue()
         self._held: dict[Holder, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()

@@ -65,6 +65,7 @@ class WorkerStream:
 
     def __init__(self, stub: worker_pb2_grpc.WorkerStub, vocab_size: int, timeout_s: float) -> None:
         """``timeout_s``: the call's own deadline, after which both sides drop it."""
+        # A few commands per request, and its log once or twice: never more than its context.
         self._commands: asyncio.Queue[worker_pb2.WorkerCommand | None] = asyncio.Queue()
         self._vocab_size = vocab_size
         self._closed = False

@@ -33,6 +33,7 @@ class Session:
         self._forget = forget
         self._pushes: dict[str, Push] = {}
         self._transfer_id: int | None = None
+        # Bounded by one request's tokens and the commands for it. A coordinator that does not read holds this, and the worker goes on.
         self._outgoing: asyncio.Queue[worker_pb2.WorkerEvent | None] = asyncio.Queue()
         self._ending: asyncio.Task[None] | None = None
 

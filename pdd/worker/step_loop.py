@@ -73,6 +73,7 @@ class StepLoop:
         self._progress = progress if progress is not None else _no_progress
         self._use_prefix_cache = use_prefix_cache
         self._limits = limits if limits is not None else ExecutorLimits()
+        # A few commands per request that is open, and as many frames as the links place at once: both are bounded where they come in.
         self._inbox: deque[m.Command] = deque()
         self._wake = threading.Condition()
         self._stopping = False

@@ -40,8 +40,8 @@ class SenderSettings:
     transfers fail; ``backoff_s`` before the first repetition, doubled each time up to ``max_backoff_s``. ``stall_timeout_s`` as
     :class:`OutgoingTransfer` says. ``connect_timeout_s`` covers connecting and the handshake. ``max_bytes_per_s`` paces all connections to
     a receiver together; None: as fast as it goes. ``congestion_control``: the kernel's name ("bbr"); None: the system's default.
-    ``codec``: of transfers that do not say otherwise. ``max_unsent_bytes``: what a connection's socket may hold that has not left yet, which
-    an urgent frame waits for; None: by the link's measured rate.
+    ``codec``: of transfers that do not say otherwise. ``max_unsent_bytes``: what a connection's socket may hold that has not left,
+    which an urgent frame waits for; None: by the link's measured rate.
     ``tls``: receivers prove their names with certificates, as we do ours; None: plaintext.
     """
 
@@ -95,6 +95,7 @@ class Peer:
         self._transfers: dict[int, OutgoingTransfer] = {}
         self._connections: set[Connection] = set()
         self._num_connecting = 0
+        # At most one of either per transfer, of those whose pages a worker pins; cleared when the receiver is given up.
         self._farewells: deque[Note] = deque()
         self._questions: deque[tuple[OutgoingTransfer, Note]] = deque()
         self._codecs: frozenset[CodecId] = frozenset({CodecId.RAW})
