@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from pdd.chaos.model import MAX_CONTEXT
-from pdd.config import LaunchConfig
+from pdd.config import LaunchConfig, LocalLink
 
 ShapeName = Literal["lean", "tight", "wide"]
 Engines = tuple[str, str, str]
@@ -18,7 +18,7 @@ _PAGES: Final = {"torch": 16, "jax": 32}
 
 @dataclass(frozen=True)
 class Shape:
-    """``num_pools``: how many requests of full length the pages of a worker hold."""
+    """``num_pools``: how many requests of full length the pages of a worker hold · ``local_link``: what KV takes to the relay."""
 
     name: ShapeName
     num_prefill: int
@@ -26,6 +26,7 @@ class Shape:
     num_main: int
     num_pools: float
     rate_mbit_s: float
+    local_link: LocalLink
     max_prompt: int = 360
     max_new: int = 240
 
@@ -36,10 +37,10 @@ class Shape:
 
 
 SHAPES: Final[dict[ShapeName, Shape]] = {
-    "lean": Shape("lean", 1, 1, 1, num_pools=8, rate_mbit_s=12.0),
+    "lean": Shape("lean", 1, 1, 1, num_pools=8, rate_mbit_s=12.0, local_link="shm"),
     # Little more than one request of full length: pages run out, requests are preempted and refused.
-    "tight": Shape("tight", 1, 1, 1, num_pools=1.5, rate_mbit_s=12.0),
-    "wide": Shape("wide", 2, 2, 2, num_pools=8, rate_mbit_s=24.0),
+    "tight": Shape("tight", 1, 1, 1, num_pools=1.5, rate_mbit_s=12.0, local_link="auto"),
+    "wide": Shape("wide", 2, 2, 2, num_pools=8, rate_mbit_s=24.0, local_link="tcp"),
 }
 
 
@@ -70,6 +71,7 @@ def launch_config(shape: Shape, model: str, engines: Engines = DEFAULT_ENGINES, 
             "kv_dtype": "float32",
             "sites": ["near", "far"],
             "links": [link],
+            "local_link": shape.local_link,
             "workers": [worker(name) for name in shape.workers],
             "serving": {"site": "near", "allow_override": True, "request_timeout_s": 90.0},
             "policy": {"direct_budget_s": 0.05, "catch_up_chunk": 8, **policy},
