@@ -6,6 +6,10 @@
 #include <new>
 #include <utility>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include "ffi.h"
 #include "panels.h"
 
@@ -13,6 +17,8 @@ namespace pdd {
 
 using Floats = ffi::Buffer<ffi::F32>;
 using Ints = ffi::Buffer<ffi::S32>;
+
+constexpr long kHugePage = 1 << 21;
 
 // Memory of one call, which its thread keeps for the next.
 class Scratch {
@@ -22,8 +28,12 @@ class Scratch {
     values += pieces * kLanes;
     Kept& kept = mine();
     if (values > kept.capacity) {
-      kept.values.reset((float*)::operator new[](values * sizeof(float), std::align_val_t(64)));
+      const long bytes = (values * long(sizeof(float)) + kHugePage - 1) / kHugePage * kHugePage;
+      kept.values.reset((float*)::operator new[](bytes, std::align_val_t(kHugePage)));
       kept.capacity = values;
+#if defined(__linux__)
+      madvise(kept.values.get(), bytes, MADV_HUGEPAGE);  // advice: without such pages it is slower and no less right
+#endif
     }
     values_ = kept.values.get();
   }
@@ -31,7 +41,7 @@ class Scratch {
 
  private:
   struct Free {
-    void operator()(float* values) const { ::operator delete[](values, std::align_val_t(64)); }
+    void operator()(float* values) const { ::operator delete[](values, std::align_val_t(kHugePage)); }
   };
   struct Kept {
     std::unique_ptr<float[], Free> values;
