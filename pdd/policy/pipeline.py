@@ -41,7 +41,8 @@ class PipelineSnapshot:
     prefill to main as prefill last told; None: nothing was sent · ``prefill_tokens``: that prefill is predicted to compute ·
     ``prefill_s_per_token``, ``relay_s_per_token``: learned, None until they are · ``prefill_step_tokens``: of which a step has so many at
     most, and what the last one computes cannot leave sooner · ``output``: predicted, None when nothing is asked of it · ``local_open``:
-    see :class:`pdd.policy.local.LocalQuota` · ``shared``: others with the same prompt run.
+    see :class:`pdd.policy.local.LocalQuota` · ``shared``: others with the same prompt run · ``ahead_bytes``: of other transfers that go
+    before an urgent one of this size; None: taken from ``link``.
     """
 
     main_miss_tokens: int
@@ -60,6 +61,7 @@ class PipelineSnapshot:
     output: LengthPrediction | None = None
     local_open: bool = False
     shared: bool = False
+    ahead_bytes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,8 @@ def predict_wait_s(snapshot: PipelineSnapshot) -> float | None:
     num_bytes = snapshot.main_miss_tokens * snapshot.kv_bytes_per_token
     last_bytes = min(snapshot.prefill_step_tokens, snapshot.main_miss_tokens) * snapshot.kv_bytes_per_token
     own_s = max(last_bytes / goodput_bytes_s, num_bytes / goodput_bytes_s - predict_prefill_s(snapshot))
-    return snapshot.rtt_s + delaying_bytes(link, num_bytes) / goodput_bytes_s + own_s
+    ahead_bytes = delaying_bytes(link, num_bytes) if snapshot.ahead_bytes is None else snapshot.ahead_bytes
+    return snapshot.rtt_s + ahead_bytes / goodput_bytes_s + own_s
 
 
 def predict_kv_s(snapshot: PipelineSnapshot) -> float | None:
@@ -187,10 +190,12 @@ def _refuse_local(snapshot: PipelineSnapshot, wait_s: float, policy: PolicyConfi
 
 
 def _goodput_bytes_s(estimate: float | None, link: LinkSnapshot) -> float | None:
-    """While a link is busy, what it delivers now; otherwise what its transfers took, which a short one alone understates."""
+    """While a link is busy, what it delivers now. Otherwise the better of what it delivered last and what transfers took: a short one
+    understates the former, others at the same time the latter.
+    """
     if link.num_transfers > 0 and link.goodput_bytes_s:
         return link.goodput_bytes_s
-    return estimate or link.goodput_bytes_s
+    return max(estimate or 0.0, link.goodput_bytes_s or 0.0) or None
 
 
 def _relay_end_s(snapshot: PipelineSnapshot) -> float | None:

@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING
 
 from pdd.errors import PddError
 from pdd.policy.completion import CompletionSnapshot, choose_completion, pressing
+from pdd.policy.link import LinkSnapshot
 from pdd.policy_config import BackgroundConfig
 from pdd.serving.holders import Attach, Holder, Holders
 from pdd.serving.learned import Learned
+from pdd.serving.link_estimate import Link
+from pdd.serving.link_traffic import LinkTraffic
 from pdd.serving.metrics import Metrics
 from pdd.serving.policy_metrics import PolicyMetrics
 from pdd.serving.prefill_run import PushClass, open_prefill
@@ -51,10 +54,9 @@ class _Transfer:
     deadline_s: float
     wanted: bool = False
 
-    def joined(self) -> None:
-        """Another request with the same prompt has begun."""
-        self.wanted = True
-        self.prefill.stream.set_priority(self.main.worker.name, Priority.NORMAL)
+    @property
+    def route(self) -> Link:
+        return self.prefill.worker.place.site, self.main.worker.place.site
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class Background:
         self,
         config: BackgroundConfig,
         pool: WorkerPool,
+        traffic: LinkTraffic,
         prompts: SharedPrompts,
         learned: Learned,
         metrics: Metrics,
@@ -81,6 +84,7 @@ class Background:
     ) -> None:
         self._config = config
         self._pool = pool
+        self._traffic = traffic
         self._prompts = prompts
         self._learned = learned
         self._metrics = metrics
@@ -109,7 +113,8 @@ class Background:
         prefill = None if parts.prefill is None else parts.prefill.holder
         if main is None or main.computes or main.kv_here or main.reserved is None or prefill is None:
             return
-        decision = choose_completion(self._snapshot(prefill.worker, main.worker, *_missing(parts, main), begun=True), self._config)
+        snapshot = self._snapshot(prefill.worker, main.worker, *_missing(parts, main), receiver=main)
+        decision = choose_completion(snapshot, self._config)
         timeline.transfer = "background" if decision.complete else "stopped"
         timeline.transfer_reason = decision.reason
         parts.goes_on = decision.complete
@@ -121,9 +126,9 @@ class Background:
         assert prefill is not None
         if parts.relay is not None:
             parts.holders.release(parts.relay)
-        prefill.stream.set_priority(main.worker.name, Priority.BACKGROUND)
         deadline_s = time.monotonic() + min(self._config.deadline_s, parts.holders.remaining_s)
         transfer = _Transfer(parts.holders, main, prefill, parts.share, *_missing(parts, main), deadline_s)
+        self._set_priority(transfer, Priority.BACKGROUND)
         self._start(transfer)
 
     async def close(self) -> None:
@@ -140,11 +145,20 @@ class Background:
     def _start(self, transfer: _Transfer) -> asyncio.Task[None]:
         self._running.add(transfer)
         self._policy_metrics.background_running.set(len(self._running))
-        transfer.share.when_joined(transfer.joined)
+        transfer.share.when_joined(lambda: self._joined(transfer))
         task = asyncio.create_task(self._run(transfer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+    def _joined(self, transfer: _Transfer) -> None:
+        """Another request with the same prompt has begun."""
+        transfer.wanted = True
+        self._set_priority(transfer, Priority.NORMAL)
+
+    def _set_priority(self, transfer: _Transfer, priority: Priority) -> None:
+        transfer.prefill.stream.set_priority(transfer.main.worker.name, priority)
+        self._traffic.set_priority(transfer.route, transfer.main, priority)
 
     async def _run(self, transfer: _Transfer) -> None:
         outcome = "cancelled"
@@ -177,12 +191,14 @@ class Background:
                     return "failed"
             if time.monotonic() >= transfer.deadline_s:
                 return "deadline"
-            pressed = pressing(self._snapshot_of(transfer), self._config)
+            workers = transfer.prefill.worker, transfer.main.worker
+            snapshot = self._snapshot(*workers, transfer.miss_tokens, transfer.num_bytes, receiver=transfer.main)
+            pressed = pressing(snapshot, self._config)
             if pressed is not None and not transfer.wanted:
                 return pressed
 
     def _received(self, transfer: _Transfer, event: KvComplete) -> None:
-        link = f"{transfer.prefill.worker.place.site}-{transfer.main.worker.place.site}"
+        link = "-".join(transfer.route)
         self._metrics.kv_bytes.labels(link).inc(event.received_bytes)
         self._metrics.kv_wire_bytes.labels(link).inc(event.received_wire_bytes)
         self._policy_metrics.background_bytes.inc(event.received_bytes)
@@ -215,7 +231,7 @@ class Background:
             if not self._candidates or main is None or prefill is None:
                 continue
             candidate = self._candidates[-1]
-            snapshot = self._snapshot(prefill, main, candidate.miss_tokens, candidate.num_bytes, begun=False)
+            snapshot = self._snapshot(prefill, main, candidate.miss_tokens, candidate.num_bytes)
             if choose_completion(snapshot, self._config).complete:
                 self._candidates.pop()
                 await self._bring(candidate, main, prefill)
@@ -232,7 +248,7 @@ class Background:
                 main = holders.open(main_worker, Attach("main", computes=False, decode=False))
                 outcome = await self._reserve(holders, main)
                 if outcome == "reserved":
-                    prefill = open_prefill(holders, prefill_worker, {main: PushClass(Priority.BACKGROUND)})
+                    prefill = open_prefill(holders, prefill_worker, {main: PushClass(Priority.BACKGROUND)}, self._traffic)
                     deadline_s = time.monotonic() + holders.remaining_s
                     transfer = _Transfer(holders, main, prefill, share, candidate.miss_tokens, candidate.num_bytes, deadline_s)
                     self._start(transfer)
@@ -257,32 +273,29 @@ class Background:
 
     # --- what is known
 
-    def _snapshot_of(self, transfer: _Transfer) -> CompletionSnapshot:
-        return self._snapshot(
-            transfer.prefill.worker, transfer.main.worker, transfer.miss_tokens, transfer.num_bytes, begun=True, own=transfer
-        )
-
     def _snapshot(
-        self,
-        prefill: PooledWorker,
-        main: PooledWorker,
-        miss_tokens: int,
-        num_bytes: int,
-        *,
-        begun: bool,
-        own: _Transfer | None = None,
+        self, prefill: PooledWorker, main: PooledWorker, miss_tokens: int, num_bytes: int, receiver: Holder | None = None
     ) -> CompletionSnapshot:
-        others = [transfer for transfer in self._running if transfer is not own]
+        """``receiver``: of the transfer, if it runs."""
+        others = [transfer for transfer in self._running if transfer.main is not receiver]
+        running_bytes = sum(transfer.num_bytes for transfer in others)
+        route = (prefill.place.site, main.place.site)
+        # The policy takes what is in the background off what is queued.
+        queued_bytes = self._traffic.urgent_bytes(route, besides=receiver) + running_bytes + num_bytes
         return CompletionSnapshot(
             miss_tokens=miss_tokens,
             num_bytes=num_bytes,
             gap=self._learned.hits.rates(time.monotonic()).gap,
             num_running=len(others),
-            running_bytes=sum(transfer.num_bytes for transfer in others),
-            link=prefill.link_to(main.name),
-            main_running=main.num_held - (1 if begun else 0),
+            running_bytes=running_bytes,
+            link=LinkSnapshot(
+                goodput_bytes_s=self._traffic.goodput_bytes_s(route),
+                queued_bytes=round(queued_bytes),
+                num_transfers=self._traffic.num_transfers(route),
+            ),
+            main_running=main.num_held - (receiver is not None),
             main_capacity=main.info.max_rows,
-            begun=begun,
+            begun=receiver is not None,
         )
 
 

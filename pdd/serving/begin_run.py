@@ -124,5 +124,6 @@ class BeginRun:
         if worker is None:
             self._failover.fail_over("prefill_lost", "no prefill worker is ready", main_died=False)
             return
-        holder = open_prefill(parts.holders, worker, {target: push_class(target, parts.timeline.decision) for target in targets})
+        classes = {target: push_class(target, parts.timeline.decision) for target in targets}
+        holder = open_prefill(parts.holders, worker, classes, parts.context.traffic)
         parts.prefill = PrefillRun(holder, targets, parts.context.config, parts.timeline, parts.context.learned)

@@ -17,6 +17,7 @@ from pdd.serving.decisions import DecisionLog
 from pdd.serving.learned import Learned
 from pdd.serving.link_estimate import LinkEstimate
 from pdd.serving.link_metrics import LinkCollector
+from pdd.serving.link_traffic import LinkTraffic
 from pdd.serving.metrics import Metrics
 from pdd.serving.policy_metrics import PolicyMetrics
 from pdd.serving.prompt_scores import score_prompt
@@ -58,10 +59,11 @@ class Coordinator:
         self.metrics = metrics
         links, prompts, learned = LinkEstimate(_declared_rates(config)), SharedPrompts(), Learned(config.policy)
         policy_metrics = PolicyMetrics(metrics.registry, learned)
-        self._background = Background(config.policy.background, pool, prompts, learned, metrics, policy_metrics)
+        traffic = LinkTraffic(config, pool, links)
+        self._background = Background(config.policy.background, pool, traffic, prompts, learned, metrics, policy_metrics)
         self._decisions = DecisionLog(config.policy.num_decisions_kept, config.policy.ttft_target_s, learned, policy_metrics)
         self._admission = AdmissionQueue(config.flow, lambda: main_room(pool, config.flow.rows_factor), metrics.registry)
-        self._context = RunContext(config, pool, links, metrics, prompts, learned, self._background, self._admission.granted)
+        self._context = RunContext(config, pool, links, metrics, prompts, learned, self._background, traffic, self._admission.granted)
         self._running: dict[str, asyncio.Task[None]] = {}
         metrics.registry.register(WorkerCollector(pool))
         metrics.registry.register(LinkCollector(pool))

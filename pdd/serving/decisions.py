@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import asdict
 
 from pdd.policy.outcomes import DecisionRecord
-from pdd.serving.learned import Learned
+from pdd.serving.learned import Learned, account
 from pdd.serving.policy_metrics import PolicyMetrics
 from pdd.serving.request import GenerationRequest
 from pdd.serving.timeline import TimelineRecorder
@@ -36,7 +36,7 @@ class DecisionLog:
             return  # it ended before anything was decided
         record = _record(request.request_id, timeline, outcome, self._ttft_target_s)
         if outcome in ("stop", "length"):
-            self._learned.lengths.observe(request.tenant, record.output_tokens, cut=outcome == "length")
+            self._learned.lengths.observe(account(request.tenant), record.output_tokens, cut=outcome == "length")
         self._metrics.ended(record)
         self._latest.append(record)
         if _log.isEnabledFor(logging.DEBUG):

@@ -119,7 +119,7 @@ class FailoverRun:
         log_ids: tuple[int, ...] = ()
         parts.handoff.main_reset()
         if not behind_relay:
-            parts.relay = parts.prefill = None
+            parts.relay = parts.prefill = parts.local_limit = None
             log_ids = tuple(parts.acceptor.log.ids)
             parts.handoff.relay_gone()
             parts.handoff.main_opened_with(log_ids)

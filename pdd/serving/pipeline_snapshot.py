@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pdd.policy.pipeline import PipelineSnapshot
+from pdd.serving.learned import account
 from pdd.serving.request_parts import RequestParts
 from pdd.serving.reservation import Reservation
+from pddbridge.link_schedule import Priority
 
 
 def pipeline_snapshot(reserved: Reservation, parts: RequestParts) -> PipelineSnapshot:
@@ -12,17 +14,20 @@ def pipeline_snapshot(reserved: Reservation, parts: RequestParts) -> PipelineSna
     context, request, prompt_tokens = parts.context, parts.request, parts.prompt_tokens
     learned = context.learned
     main, relay, prefill = reserved.main, reserved.relay, context.pool.route("prefill")
-    goodput, link = None, None
-    if main is not None and prefill is not None:
-        goodput = context.links.goodput_bytes_s((prefill.place.site, main.worker.place.site))
-        link = prefill.link_to(main.worker.name)
     main_miss = prompt_tokens - 1 if main is None else main.miss_tokens(prompt_tokens)
+    kv_bytes_per_token = context.pool.workers[0].info.kv_bytes_per_token
+    goodput, link, ahead_bytes = None, None, 0.0
+    if main is not None and prefill is not None:
+        route = (prefill.place.site, main.worker.place.site)
+        goodput = context.links.goodput_bytes_s(route)
+        link = prefill.link_to(main.worker.name)
+        ahead_bytes = context.traffic.ahead_bytes(route, main_miss * kv_bytes_per_token, Priority.URGENT)
     # Prefill holds what either has: all that they hold was computed there.
     miss = min(main_miss, main_miss if relay is None else relay.miss_tokens(prompt_tokens))
     computed_share = learned.computed.value
     return PipelineSnapshot(
         main_miss_tokens=main_miss,
-        kv_bytes_per_token=context.pool.workers[0].info.kv_bytes_per_token,
+        kv_bytes_per_token=kv_bytes_per_token,
         goodput_bytes_s=goodput,
         rtt_s=0.0 if main is None else main.worker.rtt_s,
         relay=reserved.relay_state,
@@ -34,7 +39,8 @@ def pipeline_snapshot(reserved: Reservation, parts: RequestParts) -> PipelineSna
         prefill_s_per_token=None if prefill is None else learned.prefill_s_per_token(prefill.name),
         prefill_step_tokens=0 if prefill is None else prefill.info.max_step_tokens,
         relay_s_per_token=learned.relay_s.value,
-        output=learned.lengths.predict(request.tenant, request.sampling.max_tokens),
+        output=learned.lengths.predict(account(request.tenant), request.sampling.max_tokens),
         local_open=learned.quota.open,
         shared=parts.share.is_shared,
+        ahead_bytes=ahead_bytes,
     )

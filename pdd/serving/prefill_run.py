@@ -10,6 +10,7 @@ from pdd.policy.pipeline import PipelineDecision
 from pdd.serving.holders import Attach, Holder, Holders
 from pdd.serving.learned import Learned
 from pdd.serving.link_estimate import LinkEstimate, TransferSample
+from pdd.serving.link_traffic import LinkTraffic
 from pdd.serving.metrics import Metrics
 from pdd.serving.timeline import TimelineRecorder
 from pdd.serving.worker_events import KvComplete, Prefilled
@@ -40,12 +41,15 @@ def push_class(holder: Holder, decision: PipelineDecision | None) -> PushClass:
     return PushClass(Priority.NORMAL, decision.predicted_relay_end_s)
 
 
-def open_prefill(holders: Holders, worker: PooledWorker, targets: Mapping[Holder, PushClass]) -> Holder:
+def open_prefill(holders: Holders, worker: PooledWorker, targets: Mapping[Holder, PushClass], traffic: LinkTraffic) -> Holder:
     """``worker`` computes the prompt's KV and pushes to each target what that target lacks."""
+    prompt_tokens = len(holders.request.prompt_ids)
     push_to = []
     for target, wanted in targets.items():
         assert target.reserved is not None
         route = target.worker.place.route(worker.place.site)
+        num_bytes = target.miss_tokens(prompt_tokens) * target.worker.info.kv_bytes_per_token
+        traffic.ordered((worker.place.site, target.worker.place.site), target, num_bytes, wanted.priority)
         push_to.append(
             worker_pb2.PushTarget(
                 target=target.worker.name,

@@ -14,6 +14,7 @@ from pdd.serving.handoff_run import HandoffRun
 from pdd.serving.holders import Holder, Holders
 from pdd.serving.learned import Learned
 from pdd.serving.link_estimate import LinkEstimate
+from pdd.serving.link_traffic import LinkTraffic
 from pdd.serving.metrics import Metrics
 from pdd.serving.prefill_run import PrefillRun
 from pdd.serving.request import GenerationRequest
@@ -37,6 +38,7 @@ class RunContext:
     prompts: SharedPrompts
     learned: Learned
     background: Background
+    traffic: LinkTraffic
     granted: Callable[[str], None]
     figures: HandoffFigures = field(default_factory=HandoffFigures)
 

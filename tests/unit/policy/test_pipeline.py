@@ -62,6 +62,13 @@ def test_kv_leaves_while_prefill_computes_but_for_what_its_last_step_makes() -> 
 def test_a_busy_link_counts_as_it_delivers_now() -> None:
     assert predict_wait_s(replace(BASE, link=LinkSnapshot(goodput_bytes_s=1e6, num_transfers=1))) == pytest.approx(0.03 + 23.04)
     assert predict_wait_s(replace(BASE, link=LinkSnapshot(goodput_bytes_s=1e6))) == pytest.approx(0.03 + 4.608)
+    assert predict_wait_s(replace(BASE, link=LinkSnapshot(goodput_bytes_s=1e7))) == pytest.approx(0.03 + 2.304)
+
+
+def test_what_is_known_to_go_before_counts_instead_of_what_the_link_told() -> None:
+    told = replace(BASE, link=LinkSnapshot(goodput_bytes_s=5e6, queued_bytes=10**9, num_transfers=9))
+    assert predict_wait_s(replace(told, ahead_bytes=5e6)) == pytest.approx(0.03 + 4.608 + 1.0)
+    assert choose(replace(told, main_miss_tokens=100, ahead_bytes=0.0)).pipeline == "direct"
 
 
 @pytest.mark.parametrize(

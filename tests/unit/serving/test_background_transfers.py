@@ -106,11 +106,15 @@ async def test_it_is_given_up_at_its_deadline() -> None:
 
 
 async def test_it_gives_way_when_others_need_the_link() -> None:
-    async with serving(hashed_token, policy={"background": FAST}, scripts=scripts()) as (cluster, coordinator):
+    """A direct request has 190 MB to send over 5 MB/s, 38 s; a second is as long as others may have to wait."""
+    script = scripts()
+    async with serving(hashed_token, policy={"background": FAST}, scripts=script, kv_bytes_per_token=10_000_000) as (cluster, coordinator):
         await relayed(coordinator)
-        busy = pb.LinkState(receiver="main-0", link="tcp", goodput_bytes_s=1e6, queued_bytes=10_000_000, num_transfers=3, kv_bytes=1)
-        cluster.worker("prefill").links = [busy]
+        assert ended(coordinator, "link_busy") == 0
+        other = asyncio.create_task(collect(coordinator, make_request("other", prompt(1), pipeline="direct")))
         await until(lambda: ended(coordinator, "link_busy") == 1)
+        script["main-0"].kv_gate.set()
+        await other
         await cluster.wait_idle()
 
 
@@ -159,13 +163,12 @@ async def test_what_was_cut_is_brought_when_the_link_is_idle() -> None:
 
 
 async def test_what_was_cut_waits_while_the_link_is_busy_and_is_forgotten_in_time() -> None:
-    policy = {"background": {**FAST, "candidate_s": 1.5}}
-    busy = pb.LinkState(receiver="main-0", link="tcp", goodput_bytes_s=1e6, queued_bytes=1, num_transfers=1, kv_bytes=1)
-
-    async with serving(hashed_token, policy=policy, scripts=scripts()) as (cluster, coordinator):
-        cluster.worker("prefill").links = [busy]
-        known = {"worker": "prefill-0", "receiver": "main-0", "link": "tcp"}
-        await until(lambda: counted(coordinator, "pdd:link_queued_bytes", **known) == 1)
+    script = scripts()
+    async with serving(hashed_token, policy={"background": {**FAST, "candidate_s": 0.3}}, scripts=script) as (cluster, coordinator):
+        other = asyncio.create_task(collect(coordinator, make_request("other", prompt(1), pipeline="direct")))
+        await until(lambda: bool(cluster.worker("prefill").opens))
         await collect(coordinator, make_request("cut", prompt(0), pipeline="local"))
         await until(lambda: ended(coordinator, "forgotten") == 1)
         assert cluster.worker("main").received_bytes == 0
+        script["main-0"].kv_gate.set()
+        await other

@@ -12,8 +12,8 @@ from tests.support.counters import counted
 from tests.support.generation import EOS, collect, expected, hashed_token, make_request, params
 from tests.support.scripted_workers import Script, opened, serving
 
-# 19 tokens that main lacks are 1.9 MB, 0.4 s over the declared 40 Mbit/s: the relay is done long before.
-KV_BYTES = 100_000
+# 19 tokens that main lacks are 190 MB, 38 s over the declared 40 Mbit/s: the relay is done long before, however busy the machine.
+KV_BYTES = 10_000_000
 LOCAL: dict[str, object] = {"min_miss_tokens": 10, "max_output_tokens": 40, "max_share": 1.0, "window": 100}
 POLICY: dict[str, object] = {"direct_budget_s": 0.1, "local": LOCAL, "background": {"max_transfers": 0}}
 
@@ -144,9 +144,14 @@ async def test_a_full_relay_yields_direct_even_where_local_is_forced() -> None:
 
 async def test_equal_prompts_that_run_at_once_are_not_singular() -> None:
     scripts = {**slow_main(), "relay-0": Script(remembers=True)}
-    async with serving(hashed_token, policy=POLICY, scripts=scripts, kv_bytes_per_token=KV_BYTES) as (_, coordinator):
+    async with serving(hashed_token, policy=POLICY, scripts=scripts, kv_bytes_per_token=KV_BYTES) as (cluster, coordinator):
         await collect(coordinator, make_request("teach", prompt(0), pipeline="relay"))
+        scripts["main-0"].reserve_gate.clear()  # until both are there
         twins = [asyncio.create_task(collect(coordinator, make_request(f"twin{n}", prompt(1)))) for n in range(2)]
+        while len(cluster.worker("main").opens) < 2 or coordinator.num_running < 2:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        scripts["main-0"].reserve_gate.set()
         timelines = [(await twin).timeline for twin in twins]
         assert [t.pipeline for t in timelines] == ["relay", "relay"]
         assert "not local: shared" in timelines[0].pipeline_reason

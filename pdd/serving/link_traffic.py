@@ -1,0 +1,73 @@
+"""What this coordinator has under way on every route between sites, from the pushes that it ordered and has not heard the end of."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from pdd.config import LaunchConfig
+from pdd.policy.link_queue import LinkQueue
+from pdd.serving.holders import Holder
+from pdd.serving.link_estimate import Link, LinkEstimate
+from pdd.serving.worker_pool import WorkerPool
+from pddbridge.link_schedule import Priority
+
+
+class LinkTraffic:
+    """A push counts from when it is ordered until its receiver has everything or is let go of."""
+
+    def __init__(self, config: LaunchConfig, pool: WorkerPool, links: LinkEstimate, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config = config
+        self._pool = pool
+        self._links = links
+        self._clock = clock
+        self._queues: dict[Link, LinkQueue] = {}
+        self._receivers: dict[Link, set[Holder]] = {}
+
+    def ordered(self, route: Link, receiver: Holder, num_bytes: int, priority: Priority) -> None:
+        """``receiver`` is to get ``num_bytes`` of KV. Within a site nothing is counted: nobody waits there."""
+        if route[0] == route[1]:
+            return
+        queue = self._current(route)
+        queue.add(receiver, num_bytes, priority)
+        self._receivers[route].add(receiver)
+
+    def set_priority(self, route: Link, receiver: Holder, priority: Priority) -> None:
+        if route[0] != route[1]:
+            self._current(route).set_priority(receiver, priority)
+
+    def ahead_bytes(self, route: Link, num_bytes: int, priority: Priority) -> float:
+        """Of others, before the last of ``num_bytes`` more."""
+        return 0.0 if route[0] == route[1] else self._current(route).ahead_bytes(num_bytes, priority)
+
+    def urgent_bytes(self, route: Link, besides: Holder | None = None) -> float:
+        """Under way and not in the lowest class; ``besides``: not counted."""
+        return 0.0 if route[0] == route[1] else self._current(route).remaining_bytes(background=False, besides=besides)
+
+    def num_transfers(self, route: Link) -> int:
+        """Of every class."""
+        return 0 if route[0] == route[1] else len(self._current(route))
+
+    def goodput_bytes_s(self, route: Link) -> float | None:
+        """As the link's senders measure it, who see what all transfers get; otherwise as transfers took. None while nothing is known."""
+        sites = {worker.name: worker.place.site for worker in self._pool.workers}
+        told = [
+            state.goodput_bytes_s
+            for worker in self._pool.workers
+            if worker.place.site == route[0]
+            for state in worker.info.links
+            if sites.get(state.receiver) == route[1] and state.HasField("goodput_bytes_s")
+        ]
+        return max(told, default=self._links.goodput_bytes_s(route))
+
+    def _current(self, route: Link) -> LinkQueue:
+        if route not in self._queues:
+            link = self._config.link(*route)
+            self._queues[route] = LinkQueue("shortest" if link is None else link.schedule)
+            self._receivers[route] = set()
+        queue, receivers = self._queues[route], self._receivers[route]
+        queue.advance(self._clock(), self.goodput_bytes_s(route))
+        for receiver in [r for r in receivers if r.kv_here or r.acknowledged or r.released]:
+            receivers.discard(receiver)
+            queue.remove(receiver)
+        return queue
