@@ -142,19 +142,19 @@ async def test_a_full_relay_yields_direct_even_where_local_is_forced() -> None:
         assert (await first).timeline.pipeline == "local"
 
 
-async def test_equal_prompts_that_run_at_once_are_not_singular() -> None:
-    scripts = {**slow_main(), "relay-0": Script(remembers=True)}
+async def test_a_request_with_the_prompt_of_a_local_one_finds_it_on_the_relay_and_brings_it_to_main() -> None:
+    """The local one brings main nothing, so the other leads when it has ended."""
+    scripts = {"main-0": Script(remembers=True), "relay-0": Script(remembers=True, step_s=0.01)}
     async with serving(hashed_token, policy=POLICY, scripts=scripts, kv_bytes_per_token=KV_BYTES) as (cluster, coordinator):
-        await collect(coordinator, make_request("teach", prompt(0), pipeline="relay"))
-        scripts["main-0"].reserve_gate.clear()  # until both are there
-        twins = [asyncio.create_task(collect(coordinator, make_request(f"twin{n}", prompt(1)))) for n in range(2)]
-        while len(cluster.worker("main").opens) < 2 or coordinator.num_running < 2:
+        first = asyncio.create_task(collect(coordinator, make_request("first", prompt(1), params(20), pipeline="local")))
+        while counted(coordinator, "pdd:generation_tokens_total", origin="relay") < 1:
             await asyncio.sleep(0.001)
-        await asyncio.sleep(0.05)
-        scripts["main-0"].reserve_gate.set()
-        timelines = [(await twin).timeline for twin in twins]
-        assert [t.pipeline for t in timelines] == ["relay", "relay"]
-        assert "not local: shared" in timelines[0].pipeline_reason
+        request = make_request("second", prompt(1), params(120))
+        outcome = await collect(coordinator, request)
+        assert list(outcome.records) == expected(hashed_token, request)[0]
+        assert (outcome.timeline.pipeline, outcome.timeline.decision, outcome.timeline.ended_on) == ("relay", "shared", "main")
+        assert set((await first).origins) == {"relay"}
+        assert cluster.worker("main").received_bytes == 19 * KV_BYTES
 
 
 async def test_pushes_have_classes_by_who_waits_for_them() -> None:
