@@ -88,10 +88,11 @@ async def _run(config: LaunchConfig, worker: WorkerConfig, topology: Topology, c
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     when_parent_ends(loop, stop)
-    service = WorkerService(worker.name, epoch=secrets.randbelow(2**64 - 1) + 1)
+    guards = worker_guards(config, worker)
+    service = WorkerService(worker.name, secrets.randbelow(2**64 - 1) + 1, guards)
     health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the published stubs do not know it
     tls = worker_rpc_tls(config, worker)
-    server = make_server(interceptors=worker_guards(config, worker))
+    server = make_server(interceptors=guards)
     worker_pb2_grpc.add_WorkerServicer_to_server(service, server)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     bind(server, place.control.host, place.control.port, tls)  # first of all: a port in use is known before anything is loaded

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -24,6 +24,7 @@ from pdd.worker.session import Session
 from pdd.worker.step_loop import EngineFacts, Events, StepLoop, StepLoopEndedError
 from pdd.worker.transfers import KVTraffic
 from pddbridge.rpc.gen import worker_pb2, worker_pb2_grpc
+from pddbridge.rpc.peers import PeerGuard
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +52,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     ``draining``: it is about to leave, and says so to whoever asks; what comes nevertheless is served.
     """
 
-    def __init__(self, name: str, epoch: int) -> None:
+    def __init__(self, name: str, epoch: int, guards: Sequence[PeerGuard] = ()) -> None:
         self._name = name
+        self._guards = guards
         self._epoch = epoch
         self._runtime: Runtime | None = None
         self._sessions: dict[str, Session] = {}
@@ -159,6 +161,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             kv_coding_ratio=outgoing.bytes_sent / outgoing.wire_bytes_sent if outgoing.wire_bytes_sent else 1.0,
             kv_codecs_declined=outgoing.codecs_declined,
             link_turns=links.link_turns,
+            handshakes_refused=incoming.handshakes_refused,
+            calls_refused=sum(guard.num_refused for guard in self._guards),
             loop_lag_bounds_s=BOUNDS_S,
             loop_lag_counts=self._lag.counts,
         )

@@ -163,6 +163,7 @@ def test_a_worker_answers_nobody_but_its_coordinator(secured: Secured, tmp_path:
     assert refused.code() is grpc.StatusCode.PERMISSION_DENIED
     assert identity("prefill-0", "prefill") in refused.details()
     assert peer in refused.details()
+    assert ledger(secured.deployment, "main-0").calls_refused == 1
     # Another authority, no certificate, no TLS.
     write_pair(tmp_path, "rogue", issue(make_authority(), "rogue", [identity("coordinator", "coordinator")]))
     rogue = grpc.ssl_channel_credentials(ca, (tmp_path / "rogue.key").read_bytes(), (tmp_path / "rogue.pem").read_bytes())
@@ -185,6 +186,7 @@ def test_the_kv_port_refuses_whoever_has_no_certificate_and_says_whom(secured: S
     while not any("certificate differs" in line and mine in line and "'main-0'" in line for line in log_lines(secured, "main-0")):
         assert time.monotonic() < deadline_s, log_lines(secured, "main-0")[-5:]
         time.sleep(POLL_S)
+    assert ledger(secured.deployment, "main-0").handshakes_refused >= 1
 
 
 def log_lines(secured: Secured, worker: str) -> list[str]:

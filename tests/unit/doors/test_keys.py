@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -96,6 +97,21 @@ async def test_without_a_valid_key_both_doors_say_so_and_nothing_runs(text: Text
         assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
         assert not doors.coordinator.requests
         assert accounts.num_refused == 9
+
+
+async def test_ids_of_requests_are_ours_whatever_a_client_calls_them(text: TextModel) -> None:
+    """Case 39 at the gRPC door; the HTTP door's is in test_openai_lifecycle."""
+    coordinator = ScriptedCoordinator(text, Script(pause_at=1))
+    async with open_doors(coordinator) as doors:
+        calls = [asyncio.create_task(generate(doors, ("x-request-id", "same"))) for _ in range(2)]
+        await until(lambda: len(coordinator.running) == 2)
+        calls[0].cancel()
+        await until(lambda: len(coordinator.running) == 1)
+        coordinator.resume.set()
+        assert (await calls[1])[-1].usage.completion_tokens == 3
+        ids = {request.request_id for request in coordinator.requests}
+        assert len(ids) == 2
+        assert not any("same" in request_id for request_id in ids)
 
 
 async def test_too_many_at_once_are_refused_until_one_ends(text: TextModel, file: Path) -> None:
