@@ -7,6 +7,7 @@ directory under a name that says what it was built from: sources, flags, compile
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import platform
@@ -48,7 +49,9 @@ def compiled(name: str, sources: Path, flags: tuple[str, ...], cache_dir: str | 
         with tempfile.TemporaryDirectory(prefix="pdd-native-") as directory:
             return _load(_build(found, flags, sources, headers, Path(directory) / f"{name}.so"))
     library = Path(cache_dir) / f"{name}-{_key(found, flags, sources, headers)}.so"
-    return _load(library if library.exists() else _build(found, flags, sources, headers, library))
+    if not library.exists():
+        _build_once(found, flags, sources, headers, library)
+    return _load(library)
 
 
 def _key(compiler: str, flags: tuple[str, ...], sources: Path, headers: Path) -> str:
@@ -61,8 +64,20 @@ def _key(compiler: str, flags: tuple[str, ...], sources: Path, headers: Path) ->
     return digest.hexdigest()[:24]
 
 
+def _build_once(compiler: str, flags: tuple[str, ...], sources: Path, headers: Path, library: Path) -> None:
+    """Workers that start together wait for the first of them instead of compiling the same beside it."""
+    library.parent.mkdir(parents=True, exist_ok=True)
+    directory = os.open(library.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX)  # let go of on closing, or when the process ends
+        if not library.exists():
+            _build(compiler, flags, sources, headers, library)
+    finally:
+        os.close(directory)
+
+
 def _build(compiler: str, flags: tuple[str, ...], sources: Path, headers: Path, library: Path) -> Path:
-    """Whole or not at all: several workers may build at once, and the last one's rename wins over an equal file."""
+    """Whole or not at all: where locks do not hold, the last one's rename wins over an equal file."""
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent, prefix="native-") as directory:
         made = Path(directory) / "made.so"

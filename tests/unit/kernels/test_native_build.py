@@ -5,7 +5,9 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -24,6 +26,24 @@ def test_a_library_is_built_once_per_cache_directory(tmp_path: Path, monkeypatch
     monkeypatch.setattr(native_build, "_build", lambda *arguments: pytest.fail("built again"))
     assert load(str(cache)).pdd_span() == first.pdd_span()
     assert library.stat().st_mtime_ns == built
+
+
+def test_who_starts_together_builds_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[Path] = []
+
+    def slowly(compiler: str, flags: tuple[str, ...], sources: Path, headers: Path, library: Path) -> Path:
+        built.append(library)
+        Event().wait(0.2)
+        library.write_bytes(b"")
+        return library
+
+    monkeypatch.setattr(native_build, "_build", slowly)
+    library = tmp_path / "cache" / "some.so"
+    with ThreadPoolExecutor(3) as workers:
+        for _ in range(3):
+            workers.submit(native_build._build_once, "g++", (), tmp_path, tmp_path, library)
+    assert built == [library]
+    assert list(library.parent.iterdir()) == [library]
 
 
 def test_other_sources_headers_or_flags_are_another_library(tmp_path: Path) -> None:
