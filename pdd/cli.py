@@ -12,12 +12,14 @@ from pdd.bench.cli import bench
 from pdd.chaos.cli import chaos
 from pdd.cli_common import DEFAULT_CONFIG, ConfigArgument, api_key, cache_dir, fail, wide_console, writable
 from pdd.config import load
+from pdd.plan.cli import plan
 from pdd.security_cli import mount
 from pdd.sim.cli import sim
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Prefill and relay decode here, main decode there.")
 app.add_typer(bench, name="bench")
 app.command()(sim)
+app.command()(plan)
 app.command()(chaos)
 mount(app)
 

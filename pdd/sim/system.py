@@ -181,8 +181,11 @@ class System:
         return _Run(request, arrived_s, prefill, main, relay, main_hit, prefill_hit, decision, place)
 
     def _link_snapshot(self) -> LinkSnapshot:
+        """As the sending end measures it: what all transfers get together, one more of them included."""
+        link = self.spec.link
+        flows = link.rate_bytes_s if link.flow_bytes_s is None else link.flow_bytes_s * (self.link.num_transfers + 1)
         return LinkSnapshot(
-            goodput_bytes_s=self.spec.link.rate_bytes_s,
+            goodput_bytes_s=min(link.rate_bytes_s, flows),
             round_trip_s=self.spec.link.rtt_s,
             queued_bytes=round(self.link.queued_bytes),
             num_transfers=self.link.num_transfers,
