@@ -107,6 +107,7 @@ class Peer:
         self._round_trip = RoundTrip()
         self._work = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self._wanted_since_s = self._loop.time()
 
     @property
     def num_live(self) -> int:
@@ -144,6 +145,8 @@ class Peer:
         self._transfers = {key: known for key, known in self._transfers.items() if not known.ended}
         if transfer.transfer_id in self._transfers:
             raise ValueError(f"transfer_id: {transfer.transfer_id} is in use")
+        if not self._transfers:
+            self._wanted_since_s = self._loop.time()
         self._transfers[transfer.transfer_id] = transfer
         if not self._tasks:
             names = (f"kv-to-{self._host}:{self._port}-{i}" for i in range(self._settings.num_connections))
@@ -261,7 +264,7 @@ class Peer:
 
     async def _run(self) -> None:
         """One connection for ever: opened when it is wanted, used until it breaks, opened again."""
-        failures = 0
+        failures, failed_at_s = 0, self._loop.time()
         while True:
             # A break is looked into at once while transfers live, also if nothing is to be sent: the receiver may have restarted.
             while not (self.has_work() or self.num_live):
@@ -286,10 +289,11 @@ class Peer:
                 continue
             except (OSError, TimeoutError, WireError) as error:
                 why = f"cannot connect: {error!r}"
-            if connection is not None and connection.progressed:
+            # What failed for earlier transfers, while the link was down, is not held against those that began since.
+            if failed_at_s < self._wanted_since_s or (connection is not None and connection.progressed):
                 failures = 0
             if connection is None or connection.num_lost or self._loop.time() - opened_at < _SHORT_LIFE_S:
-                failures += 1
+                failures, failed_at_s = failures + 1, self._loop.time()
                 failures = await self._after_failure(failures, why)
 
     async def _after_failure(self, failures: int, why: str) -> int:

@@ -408,6 +408,24 @@ async def test_a_link_that_always_breaks_is_given_up() -> None:
         assert proxy.num_connections == 3
 
 
+async def test_failures_before_a_transfer_are_not_held_against_it() -> None:
+    """Found by chaos: after an outage that outlasted other requests, the first break failed the next one's transfer."""
+    settings = replace(ONE, max_attempts=2, backoff_s=0.05)
+    async with receiving() as target, between(target, Fault("cut", 0), Fault("cut", 0)) as (proxy, port), sending(settings) as sender:
+        target.server.expect(1, TOKENS)
+        target.server.expect(2, TOKENS)
+        first = sender.open("127.0.0.1", port, 22, 1, TOKENS)
+        push_in_chunks(first)
+        await eventually(lambda: proxy.num_connections == 1)
+        await asyncio.sleep(0.02)  # the break has been seen, and the next try is due in a while
+        first.cancel()
+        second = sender.open("127.0.0.1", port, 22, 2, TOKENS)
+        push_in_chunks(second)
+        await second.done()
+        assert proxy.num_connections == 3
+        assert_exact(target)
+
+
 async def test_cancelling_stops_sending_and_tells_the_owner() -> None:
     async with receiving() as target, sending(ONE) as sender:
         target.may_place.clear()
