@@ -39,6 +39,7 @@ LINK: Final = "a-b"
 SENDER: Final = Handshake(1, "benchmark", SPEC, 11, "sender")
 BOTH: Final = tuple(replace(SENDER, epoch=21 + i, name=f"main-{i}") for i in range(2))
 Kind = Literal["small", "huge", "background"]
+KINDS: Final[tuple[Kind, ...]] = ("small", "huge", "background")
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,8 @@ async def _run(schedule: str, settings: SenderSettings, arrivals: Sequence[Arriv
         taken = await asyncio.gather(*(transfer(i + 1, arrival, started_s) for i, arrival in enumerate(arrivals)))
         busy_s = _busy_s([(a.at_s, a.at_s + took_s) for a, took_s in taken])
         used = sum(a.num_tokens for a in arrivals) * SPEC.bytes_per_token / (busy_s * link.rate_mbit_s * 1e6 / 8)
-        return Row(schedule, *(times_of(taken, kind) for kind in ("small", "huge", "background")), used, sender.turns)
+        small, huge, background = (times_of(taken, kind) for kind in KINDS)
+        return Row(schedule, small, huge, background, used, sender.turns)
 
 
 def _busy_s(spans: Sequence[tuple[float, float]]) -> float:
