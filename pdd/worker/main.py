@@ -27,6 +27,7 @@ from pdd.config import LaunchConfig, WorkerConfig
 from pdd.config import load as load_config
 from pdd.errors import Code
 from pdd.launch.child import report, stay_alive, when_parent_ends
+from pdd.security_config import is_loopback
 from pdd.tls_setup import worker_guards, worker_link_tls, worker_rpc_tls
 from pdd.topology import Topology
 from pdd.worker.executor import ExecutorLimits
@@ -115,7 +116,7 @@ async def _run(config: LaunchConfig, worker: WorkerConfig, topology: Topology, c
     alive: asyncio.Task[None] | None = None
     watch: SelfWatch | None = None
     # While the engine loads: NIXL takes a second, too.
-    nixl = asyncio.create_task(_start_nixl(config, service.epoch))
+    nixl = asyncio.create_task(_start_nixl(config, worker, service.epoch))
     try:
         ready = asyncio.wrap_future(step_loop.ready)
         await asyncio.wait((ready, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -168,7 +169,7 @@ def _receivers(topology: Topology, worker: WorkerConfig) -> dict[str, tuple[str,
     return {name: (route.kv.host, route.kv.port) for name, route in routes.items() if name != worker.name}
 
 
-async def _start_nixl(config: LaunchConfig, epoch: int) -> NixlAgent | None:
+async def _start_nixl(config: LaunchConfig, worker: WorkerConfig, epoch: int) -> NixlAgent | None:
     """The agent, where the config allows NIXL and it is installed and works."""
     if config.local_link not in ("auto", "nixl"):
         return None
@@ -178,6 +179,9 @@ async def _start_nixl(config: LaunchConfig, epoch: int) -> NixlAgent | None:
     if not installed():
         logger.info("nixl is not installed")
         return None
+    if is_loopback(worker.host):
+        # UCX would listen on every interface; it is told before it is loaded.
+        os.environ.setdefault("UCX_NET_DEVICES", "lo")
     agent = NixlAgent(f"pdd-{epoch:016x}")
     try:
         await agent.start()

@@ -41,23 +41,29 @@ def listening(deployment: Deployment) -> set[tuple[str, int]]:
     return found
 
 
-def assert_only_configured(deployment: Deployment, more_per_worker: int = 0) -> None:
-    """All on loopback, and only on what the topology says. ``more_per_worker``: ports of links within a site that it does not know."""
-    topology, found = deployment.topology, listening(deployment)
-    assert {host for host, _ in found} == {"127.0.0.1"}, found
+def configured(deployment: Deployment) -> set[tuple[str, int]]:
+    """What the topology says, proxies of emulated links included."""
+    topology = deployment.topology
     ours = {(a.host, a.port) for p in topology.workers for a in (p.control, p.kv)}
     ours |= {(a.host, a.port) for p in topology.workers for r in p.routes for a in (r.control, r.kv)}
-    ours |= {(a.host, a.port) for a in (topology.http, topology.grpc)}
+    return ours | {(a.host, a.port) for a in (topology.http, topology.grpc)}
+
+
+def assert_only_configured(deployment: Deployment, more_per_worker: int = 0) -> None:
+    """All on loopback, and only on what the topology says. ``more_per_worker``: ports of links within a site that it does not know."""
+    ours, found = configured(deployment), listening(deployment)
+    assert {host for host, _ in found} == {"127.0.0.1"}, found
     assert ours <= found
-    assert len(found - ours) <= more_per_worker * len(topology.workers), found - ours
+    assert len(found - ours) <= more_per_worker * len(deployment.topology.workers), found - ours
 
 
 def throw_everywhere(deployment: Deployment, data: bytes) -> None:
-    """Send ``data`` to every port that is listened on; returns when all have hung up."""
-    for host, port in sorted(listening(deployment)):
-        with socket.create_connection((host, port), timeout=15) as sock:
+    """Send ``data`` to every port that is listened on; returns when all of ours have hung up. Those of a library need not."""
+    ours = configured(deployment)
+    for where in sorted(listening(deployment)):
+        with socket.create_connection(where, timeout=15 if where in ours else 1) as sock:
             sock.sendall(data)
             sock.shutdown(socket.SHUT_WR)
-            with contextlib.suppress(ConnectionError):
+            with contextlib.suppress(ConnectionError, *(() if where in ours else (TimeoutError,))):
                 while sock.recv(4096):
                     pass
