@@ -369,6 +369,13 @@ async def test_a_failure_before_the_first_token_has_its_status(text: TextModel, 
             assert ("retry-after" in answer.headers) == (status in (429, 503))
 
 
+async def test_a_refused_client_is_told_when_to_come_again(text: TextModel) -> None:
+    full = PddError(Code.RESOURCE_EXHAUSTED, "300 requests wait already, allowed are 256", retry_after_s=7.2)
+    async with open_doors(ScriptedCoordinator(text, failure(full, 0))) as doors:
+        answer = await doors.post(CHAT, ask(CHAT, stream=True))
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "8")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_unexpected_failure_tells_nothing_of_the_inside(text: TextModel, stream: bool) -> None:
     script = failure(PddError(Code.INTERNAL, ""), 0)

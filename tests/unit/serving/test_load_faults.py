@@ -170,3 +170,22 @@ async def test_a_flood_of_one_tenant_does_not_hold_up_another() -> None:
             await asyncio.sleep(0.1)  # until what opened them is with the step thread, which stands still
             everybody_is_here.set()
         assert finished.index("b") <= 3
+
+
+async def test_a_reader_that_sleeps_holds_no_row_and_no_page() -> None:
+    """It has taken one token of twenty; the workers are done with it, and serve others whose room it would take."""
+    engines = {role: FakeEngine(num_pages=8, max_context=64) for role in ("prefill", "main")}
+    async with small_system(engines, "direct") as system:
+        sleeper = request_of(0, 40, 20)
+        deltas = system.coordinator.generate(sleeper)
+        seen = list((await anext(deltas)).records)
+        async with asyncio.timeout(ALL_WITHIN_S):
+            while any(worker.service._sessions for worker in system.workers.values()):
+                await asyncio.sleep(0.01)
+            others = [request_of(number, 40, 20) for number in (1, 2)]
+            for other in others:
+                assert (await collect(system.coordinator, other)).ids == answer_to(other)
+        assert (await system.workers["main"].ledger()).pinned_pages == 0
+        async for delta in deltas:
+            seen += delta.records
+        assert [record.token_id for record in seen] == answer_to(sleeper)
