@@ -59,7 +59,7 @@ class BackgroundConfig(StrictModel):
     requests whose transfer was cut that are remembered, for ``candidate_s``, and brought to main when the link is idle.
     """
 
-    max_transfers: Annotated[int, Field(ge=0)] = 2
+    max_transfers: Annotated[int, Field(ge=0)] = 4
     max_bytes: Count = 4 * 1024**3
     min_tokens: Count = 256
     min_gap: Annotated[float, Field(ge=-1, le=1)] = 0.0

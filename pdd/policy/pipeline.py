@@ -80,6 +80,13 @@ class PipelineDecision:
     predicted_relay_end_s: float | None = None
     predicted_output_tokens: int | None = None
 
+    @property
+    def ends_on_relay(self) -> bool:
+        """Whether the relay's last token is predicted before main's KV: then main's transfer serves nothing but later requests."""
+        if self.pipeline != "relay" or self.predicted_relay_end_s is None or self.predicted_kv_s is None:
+            return False
+        return self.predicted_relay_end_s < self.predicted_kv_s
+
 
 def predict_prefill_s(snapshot: PipelineSnapshot) -> float:
     """Seconds until the prompt's KV is computed; 0 while nothing is known of prefill's pace."""

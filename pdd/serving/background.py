@@ -102,6 +102,21 @@ class Background:
     def num_candidates(self) -> int:
         return len(self._candidates)
 
+    def hurry_if_late(self, parts: RequestParts) -> None:
+        """Main's transfer was put off because the request was to end on the relay. Once its answer, or the time that the transfer would
+        have taken, is longer than predicted, main is waited for as behind any relay. So it is when the relay is gone.
+        """
+        decision, prefill, main = parts.timeline.decision, parts.prefill, parts.main
+        if decision is None or prefill is None or prefill.holder is None or main is None:
+            return
+        answer_is_over = decision.predicted_output_tokens is not None and len(parts.acceptor.log) > decision.predicted_output_tokens
+        time_is_over = decision.predicted_kv_s is not None and prefill.age_s > decision.predicted_kv_s
+        if answer_is_over or time_is_over or parts.relay is None:
+            parts.deferred = False
+            priority = Priority.URGENT if parts.relay is None else Priority.NORMAL
+            prefill.holder.stream.set_priority(main.worker.name, priority)
+            self._traffic.set_priority((prefill.holder.worker.place.site, main.worker.place.site), main, priority)
+
     def request_ended(self, parts: RequestParts) -> None:
         """The last token was accepted: decide what becomes of main's transfer and write it into the timeline."""
         timeline, main = parts.timeline, parts.main

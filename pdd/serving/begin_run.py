@@ -12,6 +12,7 @@ from pdd.serving.request_parts import RequestParts
 from pdd.serving.reservation import Reservation, reserve
 from pdd.serving.shared_prompts import SHARE_WAIT_S, Entry
 from pdd.serving.worker_events import Event, SharedAtMain
+from pddbridge.link_schedule import Priority
 
 
 class BeginRun:
@@ -124,6 +125,9 @@ class BeginRun:
         if worker is None:
             self._failover.fail_over("prefill_lost", "no prefill worker is ready", main_died=False)
             return
-        classes = {target: push_class(target, parts.timeline.decision) for target in targets}
+        # One that was brought in after all is waited for.
+        decision = None if parts.timeline.redecision else parts.timeline.decision
+        classes = {target: push_class(target, decision) for target in targets}
+        parts.deferred = any(wanted.priority is Priority.BACKGROUND for wanted in classes.values())
         holder = open_prefill(parts.holders, worker, classes, parts.context.traffic)
         parts.prefill = PrefillRun(holder, targets, parts.context.config, parts.timeline, parts.context.learned)

@@ -41,6 +41,7 @@ class FailoverRun:
                 return  # its work was done
         if holder is parts.relay:
             parts.relay = None
+            parts.context.background.hurry_if_late(parts)
             parts.share.relay_is_coming(False)
             parts.handoff.relay_gone()
             if parts.handoff.committed:

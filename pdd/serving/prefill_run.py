@@ -32,12 +32,16 @@ class PushClass:
 
 
 def push_class(holder: Holder, decision: PipelineDecision | None) -> PushClass:
-    """Of the push to ``holder``. A request waits for what goes to its relay, or to main alone; a relay's cover gives main time."""
+    """Of the push to ``holder``. A request waits for what goes to its relay, or to main alone; a relay's cover gives main time, and where
+    the relay will have ended before, nobody waits at all.
+    """
     if holder.part == "relay" or decision is None:
         return PushClass(Priority.URGENT)
     if decision.pipeline == "direct":
         computed_s = (decision.predicted_kv_s or 0.0) - (decision.predicted_wait_s or 0.0)
         return PushClass(Priority.URGENT, None if decision.budget_s is None else min(_LATEST_S, computed_s + decision.budget_s))
+    if decision.ends_on_relay:
+        return PushClass(Priority.BACKGROUND)
     return PushClass(Priority.NORMAL, decision.predicted_relay_end_s)
 
 
@@ -79,6 +83,11 @@ class PrefillRun:
         self._learned = learned
         self._started_s = timeline.now_s()
         self._computed_tokens = 0
+
+    @property
+    def age_s(self) -> float:
+        """Since prefill was opened."""
+        return self._timeline.now_s() - self._started_s
 
     @property
     def sends(self) -> bool:

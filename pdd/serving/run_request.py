@@ -182,6 +182,8 @@ class RequestRun:
                 return
         if parts.local_limit is not None and len(parts.acceptor.log) > parts.local_limit:
             self._failover.leave_local(OVERRUN)
+        if parts.deferred:
+            parts.context.background.hurry_if_late(parts)
         parts.advance()
 
     def _release(self, delta: Delta) -> None:

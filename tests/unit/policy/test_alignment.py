@@ -76,7 +76,7 @@ def test_old_look_ups_are_forgotten_by_number_and_by_age() -> None:
         ({"gap": 0.1}, {"min_gap": 0.2}, "aligned"),
         ({"miss_tokens": 255}, {}, "too_short"),
         ({}, {"max_transfers": 0}, "off"),
-        ({"num_running": 2}, {}, "too_many"),
+        ({"num_running": 4}, {}, "too_many"),
         ({"num_bytes": 3, "running_bytes": 8}, {"max_bytes": 10}, "too_large"),
         ({"main_running": 8}, {}, "main_full"),
         ({"link": replace(IDLE, queued_bytes=40_000_000, num_transfers=2)}, {}, "link_busy"),

@@ -129,6 +129,14 @@ def test_the_last_rows_of_a_relay_are_kept_for_who_needs_them_most() -> None:
     assert budget_s(replace(some, relay_running=8), POLICY) == (0.5, float("inf"))
 
 
+def test_whether_main_s_kv_can_come_in_time_for_the_request() -> None:
+    learned = replace(BASE, output=LengthPrediction(10, 40), relay_s_per_token=0.1)
+    assert choose(learned).ends_on_relay, "4 s of tokens, 4.6 s of KV"
+    assert not choose(replace(learned, relay_s_per_token=0.2)).ends_on_relay
+    assert not choose(replace(learned, relay_s_per_token=None)).ends_on_relay
+    assert not choose(learned, "direct").ends_on_relay
+
+
 def test_a_singular_request_is_finished_on_the_relay() -> None:
     decision = choose(SINGULAR)
     assert (decision.pipeline, decision.reason) == ("local", "singular")

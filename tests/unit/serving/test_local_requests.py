@@ -170,6 +170,31 @@ async def test_pushes_have_classes_by_who_waits_for_them() -> None:
         assert direct[0].deadline_s == pytest.approx(0.1, abs=0.001)
 
 
+@pytest.mark.parametrize(
+    ("break_at", "then"), [(None, pb.TRANSFER_PRIORITY_NORMAL), (2, pb.TRANSFER_PRIORITY_URGENT)], ids=["longer", "relay_lost"]
+)
+async def test_a_transfer_that_would_come_too_late_goes_in_the_lowest_class_until_it_is_waited_for(break_at: int | None, then: int) -> None:
+    scripts = {**slow_main(), "relay-0": Script()}
+    policy = {**POLICY, "lengths": {"min_samples": 3}}
+    async with serving(short_unless_asked, policy=policy, scripts=scripts, kv_bytes_per_token=KV_BYTES) as (cluster, coordinator):
+        for number in range(3):
+            await collect(coordinator, make_request(f"short{number}", prompt(number), pipeline="relay"))
+        prefill = cluster.worker("prefill")
+        assert prefill.priorities == []
+        scripts["relay-0"].break_at = break_at
+        request = make_request("long", (99, *prompt(9)[1:]), params(60), pipeline="relay")
+        running = asyncio.create_task(collect(coordinator, request))
+        while not prefill.priorities:
+            await asyncio.sleep(0.001)
+        scripts["main-0"].kv_gate.set()
+        assert list((await running).records) == expected(short_unless_asked, request)[0]
+        assert [(t.target, t.priority) for t in prefill.opens[-1].push_to] == [
+            ("relay-0", pb.TRANSFER_PRIORITY_URGENT),
+            ("main-0", pb.TRANSFER_PRIORITY_BACKGROUND),
+        ]
+        assert prefill.priorities == [("main-0", then)]
+
+
 async def test_decisions_are_kept_with_what_came_of_them_the_latest_only() -> None:
     async with serving(hashed_token, policy={"num_decisions_kept": 2, "ttft_target_s": 5.0}) as (_, coordinator):
         for number in range(3):

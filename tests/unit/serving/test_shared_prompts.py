@@ -159,7 +159,7 @@ async def test_a_follower_waits_no_longer_than_its_own_time() -> None:
         leader = coordinator.generate(choice(0))
         first = asyncio.ensure_future(anext(leader))
         await asyncio.sleep(0)
-        with pytest.raises(PddError, match=r"not finished after 0\.2 s"):
+        with pytest.raises(PddError, match=r"not finished after 0\.(2|1\d*) s"):  # less what it waited at the edge
             await collect(coordinator, choice(1, timeout_s=0.2))
         gate.set()
         await first
