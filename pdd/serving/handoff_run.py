@@ -95,7 +95,7 @@ class HandoffRun:
                 self._race_end = action.cause
             elif isinstance(action, Overlap):
                 if self._race is None:
-                    self._race = OverlapRace(len(log_ids), self._clock())
+                    self._race, self._race_end = OverlapRace(len(log_ids), self._clock()), ""
                     self.committed = True
                     self._pace()
                 self._send(main, log_ids[action.position :], decode=True)

@@ -31,7 +31,7 @@ def move(race: Race, name: str) -> None:
             race.lose_main() if part == "main" else race.lose_relay()
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     differs=st.frozensets(st.integers(0, 29), max_size=6),
     before=st.integers(0, 40),
