@@ -15,9 +15,11 @@ from pdd.config import load
 from pdd.plan.cli import plan
 from pdd.security_cli import mount
 from pdd.sim.cli import sim
+from pdd.workers_cli import workers
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Prefill and relay decode here, main decode there.")
 app.add_typer(bench, name="bench")
+app.add_typer(workers, name="workers")
 app.command()(sim)
 app.command()(plan)
 app.command()(chaos)
@@ -34,6 +36,8 @@ def serve(
 ) -> None:
     """Launch all processes of CONFIG on this machine, ask one question, keep serving."""
     from pdd.launch.ask import AskError
+    from pdd.launch.fleet import Fleet
+    from pdd.launch.fleet_server import FleetServer
     from pdd.launch.local import Deployment, StartError
     from pdd.launch.serve import ask_and_show, demo_question, end_on_signal, hints, start, summary
     from pdd.launch.supervise import Supervisor
@@ -50,7 +54,9 @@ def serve(
                 answer = ask_and_show(deployment, console, question or demo_question(), max_tokens, api_key())
             if not once:
                 hints(deployment, console)
-                raise typer.Exit(Supervisor(deployment, lambda line: console.print(line, style="red", soft_wrap=True)).run())
+                with FleetServer(Fleet(deployment), launch.survival.admin_host, launch.survival.admin_port) as fleet:
+                    console.print(f"  pdd workers list --admin {fleet.at}", soft_wrap=True)
+                    raise typer.Exit(Supervisor(deployment, lambda line: console.print(line, style="red", soft_wrap=True)).run())
         print(summary(answer, ready_s), flush=True)
     except (ValueError, StartError, AskError) as error:
         raise fail(error) from error

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from pdd.security_config import is_loopback
 from pdd.strict_model import StrictModel
 
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
@@ -84,4 +85,6 @@ class SurvivalConfig(StrictModel):
     def _in_order(self) -> SurvivalConfig:
         if self.exit_after_s <= self.stuck_after_s:
             raise ValueError(f"exit_after_s: given {self.exit_after_s:g}, must be above stuck_after_s ({self.stuck_after_s:g})")
+        if not is_loopback(self.admin_host):
+            raise ValueError(f"admin_host: given {self.admin_host!r}, must be a loopback address: whoever reaches it may start workers")
         return self

@@ -47,6 +47,11 @@ def to_worker(tls: RpcTls | None, place: WorkerPlace) -> ChannelTls | None:
     return None if tls is None else ChannelTls(tls, identity(place.name, place.role))
 
 
+def to_coordinator(tls: RpcTls | None) -> ChannelTls | None:
+    """For a worker's channel to the coordinator's registry. ``tls``: the worker's own."""
+    return None if tls is None else ChannelTls(tls, COORDINATOR_IDENTITY)
+
+
 def door_tls(security: SecurityConfig) -> RpcTls | None:
     """For the front doors, which ask clients for keys and not for certificates; None: plaintext. Raises ValueError naming a file."""
     if security.door_files is None:

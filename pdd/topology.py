@@ -52,9 +52,12 @@ class WorkerPlace:
 
 @dataclass(frozen=True)
 class Topology:
+    """``registry``: where workers register with the coordinator; None: they do not."""
+
     workers: tuple[WorkerPlace, ...]
     http: Address
     grpc: Address
+    registry: Address | None = None
 
     def worker(self, name: str) -> WorkerPlace:
         for place in self.workers:
@@ -63,7 +66,10 @@ class Topology:
         raise KeyError(f"no worker {name!r}, there are {[place.name for place in self.workers]}")
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
+        """All at once: whoever reads it meanwhile sees the former one."""
+        written = path.with_suffix(".new")
+        written.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
+        written.replace(path)
 
     @staticmethod
     def load(path: Path) -> Topology:
@@ -79,4 +85,5 @@ class Topology:
             )
             for w in raw["workers"]
         )
-        return Topology(places, Address(**raw["http"]), Address(**raw["grpc"]))
+        registry = raw.get("registry")
+        return Topology(places, Address(**raw["http"]), Address(**raw["grpc"]), None if registry is None else Address(**registry))

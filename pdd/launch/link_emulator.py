@@ -120,6 +120,7 @@ class LinkEmulator:
         self._tasks: set[asyncio.Task[None]] = set()
         self._listeners: list[socket.socket] = []
         self._entrances: list[_Entrance] = []
+        self._open: dict[Address, tuple[socket.socket, _Entrance, asyncio.Task[None]]] = {}
 
     async def add(self, port: ProxyPort, link: EmulatedLink) -> Address:
         """Listen; returns the address really bound (a port of 0 picks one). Raises OSError when it cannot."""
@@ -136,8 +137,27 @@ class LinkEmulator:
         self._listeners.append(listener)
         entrance = _Entrance(port, link, self.directions[port.near, port.far], self.directions[port.far, port.near])
         self._entrances.append(entrance)
-        self._spawn(self._accept(listener, entrance))
-        return Address(port.listen.host, listener.getsockname()[1])
+        bound = Address(port.listen.host, listener.getsockname()[1])
+        self._open[bound] = (listener, entrance, self._spawn(self._accept(listener, entrance)))
+        return bound
+
+    async def follow(self, ports: list[tuple[ProxyPort, EmulatedLink]]) -> None:
+        """Listen on exactly these from now on: workers have joined or left. Connections through a port that is gone go on until they end.
+        Raises as ``add``.
+        """
+        wanted = {port.listen for port, _ in ports}
+        for listen in [listen for listen in self._open if listen not in wanted]:
+            listener, entrance, accepting = self._open.pop(listen)
+            accepting.cancel()
+            await asyncio.gather(accepting, return_exceptions=True)
+            listener.close()
+            self._listeners.remove(listener)
+            self._entrances.remove(entrance)
+            for timer in entrance.timers:
+                timer.cancel()
+        for port, link in ports:
+            if port.listen not in self._open:
+                await self.add(port, link)
 
     def strike(self, fault: Fault) -> None:
         """Let ``fault`` happen now on every link, whatever its trigger says: see :meth:`_Entrance.strike`."""
@@ -168,10 +188,11 @@ class LinkEmulator:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _spawn(self, coro: Coroutine[object, None, None]) -> None:
+    def _spawn(self, coro: Coroutine[object, None, None]) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.create_task(coro)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _accept(self, listener: socket.socket, entrance: _Entrance) -> None:
         loop = asyncio.get_running_loop()
@@ -180,12 +201,28 @@ class LinkEmulator:
             self._spawn(entrance.carry(near))
 
 
-async def _serve(config: LaunchConfig, topology: Topology) -> None:
-    emulator = LinkEmulator()
+async def _reload(emulator: LinkEmulator, config: LaunchConfig, topology_file: Path) -> None:
+    try:
+        await emulator.follow(proxy_ports(config, Topology.load(topology_file)))
+        child.report("reloaded", order="reload")
+    except (OSError, ValueError, KeyError) as error:
+        child.report("refused", order="reload", why=str(error))
+
+
+async def _serve(config: LaunchConfig, topology_file: Path) -> None:
+    emulator, topology = LinkEmulator(), Topology.load(topology_file)
+    reloads: set[asyncio.Task[None]] = set()
+
+    def on_line(line: bytes) -> None:
+        if line.strip() == b"reload":
+            reloads.add(asyncio.create_task(_reload(emulator, config, topology_file)))
+        else:
+            emulator.obey(line)
+
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
-    child.when_parent_ends(loop, stop, emulator.obey)
+    child.when_parent_ends(loop, stop, on_line)
     for port, link in proxy_ports(config, topology):
         await emulator.add(port, link)
     child.report("ready")
@@ -201,7 +238,7 @@ def main() -> None:
     parser.add_argument("--topology", type=Path, required=True)
     args = parser.parse_args()
     try:
-        asyncio.run(_serve(load(args.config), Topology.load(args.topology)))
+        asyncio.run(_serve(load(args.config), args.topology))
     except (ValueError, OSError) as error:
         print(f"link emulator: {error}", file=sys.stderr)
         raise SystemExit(1) from error

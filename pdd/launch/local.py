@@ -42,7 +42,7 @@ class Deployment:
         self.processes: dict[str, ChildProcess] = {}
         self._ready: set[str] = set()
         self._events: queue.Queue[ChildEvent] = queue.Queue()
-        self._coordinators: set[str] = set()
+        self._coordinators: dict[str, tuple[LaunchConfig, Topology]] = {}
 
     def __enter__(self) -> Deployment:
         return self
@@ -89,7 +89,7 @@ class Deployment:
     def start_coordinator(self, name: str, config: LaunchConfig, topology: Topology) -> None:
         """A coordinator over these workers; benchmarks start several with different policies and routes."""
         self.write_files(name, config, topology)
-        self._coordinators.add(name)
+        self._coordinators[name] = (config, topology)
         self._spawn_coordinator(name)
 
     def restart(self, name: str) -> None:
@@ -105,13 +105,33 @@ class Deployment:
         """Whether a process of that name should be running."""
         return name in self.processes
 
+    def own_coordinators(self) -> list[ChildProcess]:
+        """Those over this deployment's own topology, which learn of its changes."""
+        return [self.processes[name] for name, (_, topology) in self._coordinators.items() if topology == self.topology]
+
+    def change(self, config: LaunchConfig, topology: Topology) -> None:
+        """Other workers than before: in the files of the workers and of the coordinators whose topology was this one's."""
+        own = [name for name, (_, known) in self._coordinators.items() if known == self.topology]
+        self.config, self.topology = config, topology
+        for name in ("main", *own):
+            self.write_files(name, config, topology)
+        self._coordinators.update(dict.fromkeys(own, (config, topology)))
+
+    def end(self, name: str) -> None:
+        """A process that is not wanted any more; killed when it does not end."""
+        child = self.processes.pop(name, None)
+        self._ready.discard(name)
+        if child is not None:
+            child.ask_to_stop()
+            child.wait(time.monotonic() + _STOP_GRACE_S)
+
     def is_worker(self, name: str) -> bool:
         return any(worker.name == name for worker in self.config.workers)
 
     def silences(self) -> dict[str, float]:
         """Seconds since each running process that was ready said that it is alive."""
         now = time.monotonic()
-        return {n: now - child.heard_s for n, child in self.processes.items() if child.heard_s is not None and child.running()}
+        return {n: now - child.heard_s for n, child in list(self.processes.items()) if child.heard_s is not None and child.running()}
 
     def _spawn_coordinator(self, name: str, *more: str) -> None:
         self._spawn(name, ["pdd.serving.main", *self._files(name), "--cache-dir", str(self.cache_dir), *more])

@@ -20,8 +20,17 @@ def plan_topology(config: LaunchConfig) -> Topology:
     places = tuple(_place(config, worker, ports) for worker in config.workers)
     http = ports.take(config.serving.host, config.serving.http_port, "serving.http_port")
     grpc = ports.take(config.serving.host, config.serving.grpc_port, "serving.grpc_port")
+    registry = ports.take(config.serving.host, config.survival.registry_port, "survival.registry_port")
     ports.release()
-    return Topology(places, http, grpc)
+    return Topology(places, http, grpc, registry)
+
+
+def plan_worker(config: LaunchConfig, worker: WorkerConfig) -> WorkerPlace:
+    """Ports for one more worker. Raises as :func:`plan_topology`."""
+    ports = _Ports()
+    place = _place(config, worker, ports)
+    ports.release()
+    return place
 
 
 def _place(config: LaunchConfig, worker: WorkerConfig, ports: _Ports) -> WorkerPlace:

@@ -29,6 +29,9 @@ class ChildProcess:
         self.name = name
         self.log = log
         self._events = events
+        self._answered = threading.Condition()
+        self._answers: list[ChildEvent] = []  # to orders, until they are looked at
+        self._ready = threading.Event()
         self.heard_s: float | None = None  # monotonic: when it last said that it is alive; None before it did
         with log.open("ab") as stderr:
             self._popen = subprocess.Popen(
@@ -62,6 +65,33 @@ class ChildProcess:
         self._popen.stdin.write(line.encode() + b"\n")
         self._popen.stdin.flush()
 
+    def order(self, line: str, timeout_s: float) -> ChildEvent:
+        """Tell it and wait for its answer to just that. Raises TimeoutError, OSError when it has ended, ValueError when it refuses."""
+        deadline_s = time.monotonic() + timeout_s
+        with self._answered:
+            self._answers = [answer for answer in self._answers if answer.fields["order"] != line]
+        self.tell(line)
+        with self._answered:
+            while (answer := next((a for a in self._answers if a.fields["order"] == line), None)) is None:
+                if not self._answered.wait(min(1.0, max(0.0, deadline_s - time.monotonic()))):
+                    if not self.running():
+                        raise OSError(f"{self.name} has ended: {self.last_words(1)}")
+                    if time.monotonic() >= deadline_s:
+                        raise TimeoutError(f"{self.name} has not answered {line!r} after {timeout_s:g} s")
+            self._answers.remove(answer)
+        if answer.event == "refused":
+            raise ValueError(f"{self.name}: {answer.fields.get('why')}")
+        return answer
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Until it has reported ready. Raises TimeoutError, OSError when it ends before."""
+        deadline_s = time.monotonic() + timeout_s
+        while not self._ready.wait(0.2):
+            if not self.running():
+                raise OSError(f"{self.name} has ended: {self.last_words(1)}")
+            if time.monotonic() >= deadline_s:
+                raise TimeoutError(f"{self.name} is not ready after {timeout_s:g} s")
+
     def kill(self) -> None:
         """SIGKILL, as a crash would look."""
         if self.running():
@@ -90,7 +120,13 @@ class ChildProcess:
                 continue  # a library printed something of its own; only our JSON lines are events
             if event == "alive":
                 self.heard_s = time.monotonic()
+            elif "order" in fields:
+                with self._answered:
+                    self._answers.append(ChildEvent(self.name, event, fields))
+                    self._answered.notify_all()
             else:
+                if event == "ready":
+                    self._ready.set()
                 self._events.put(ChildEvent(self.name, event, fields))
         self._popen.stdout.close()
         self._events.put(ChildEvent(self.name, "exited", {"status": self._popen.wait()}))

@@ -130,4 +130,4 @@ class BeginRun:
         classes = {target: push_class(target, decision) for target in targets}
         parts.deferred = any(wanted.priority is Priority.BACKGROUND for wanted in classes.values())
         holder = open_prefill(parts.holders, worker, classes, parts.context.traffic)
-        parts.prefill = PrefillRun(holder, targets, parts.context.config, parts.timeline, parts.context.learned)
+        parts.prefill = PrefillRun(holder, targets, parts.timeline, parts.context.learned)

@@ -29,11 +29,15 @@ from pdd.serving.front import Front, Generator
 from pdd.serving.grpc_door import follow_health, make_door_server, start_grpc
 from pdd.serving.http_limits import HttpLimits
 from pdd.serving.http_server import GRACE_S, HttpServer, bind_http, make_http_server
+from pdd.serving.membership import Membership
 from pdd.serving.metrics import Metrics
 from pdd.serving.openai.app import create_app
+from pdd.serving.parent_orders import obey
+from pdd.serving.registry import registry
 from pdd.serving.security_metrics import AccountCollector, ConnectionCollector
 from pdd.serving.tenant_limits import TenantLimits
 from pdd.serving.text.model import TextModel
+from pdd.serving.worker_metrics import LeaseCollector
 from pdd.serving.worker_pool import WorkerPool
 from pdd.tls_setup import coordinator_rpc_tls, door_tls
 from pdd.topology import Topology
@@ -51,21 +55,22 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
         config = load_config(arguments.config)
-        topology = Topology.load(arguments.topology)
-        asyncio.run(serve(config, topology, arguments.cache_dir, arguments.again))
+        asyncio.run(serve(config, arguments.topology, arguments.cache_dir, arguments.again))
     except (ValueError, OSError, PddError) as error:
         # The launcher shows the last line of stderr where a process failed to start.
         print(f"coordinator: {error}", file=sys.stderr)
         sys.exit(1)
 
 
-async def serve(config: LaunchConfig, topology: Topology, cache_dir: Path, again: bool = False) -> None:
+async def serve(config: LaunchConfig, topology_file: Path, cache_dir: Path, again: bool = False) -> None:
     """Until SIGTERM, SIGINT or the parent's end. Raises ValueError or PddError, one clear line, when it cannot start."""
+    topology = Topology.load(topology_file)
+    orders: asyncio.Queue[bytes] = asyncio.Queue()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    when_parent_ends(loop, stop)
+    when_parent_ends(loop, stop, orders.put_nowait)
     async with contextlib.AsyncExitStack() as stack:
         # Both ports first: when one is taken, that is known before anybody waits for workers.
         http_socket = stack.enter_context(contextlib.closing(bind_http(topology.http.host, topology.http.port)))
@@ -74,7 +79,7 @@ async def serve(config: LaunchConfig, topology: Topology, cache_dir: Path, again
         limits = ServerLimits(max_connections=security.max_connections)
         grpc_server = make_door_server(config.serving.max_body_bytes, accounts, security.public_health, limits)
         bind(grpc_server, topology.grpc.host, topology.grpc.port, door_tls(security))
-        starting = asyncio.create_task(_start(config, topology, cache_dir, stack, accounts, again))
+        starting = asyncio.create_task(_start(config, topology_file, cache_dir, stack, accounts, orders, again))
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
@@ -86,18 +91,30 @@ async def serve(config: LaunchConfig, topology: Topology, cache_dir: Path, again
 
 
 async def _start(
-    config: LaunchConfig, topology: Topology, cache_dir: Path, stack: contextlib.AsyncExitStack, accounts: Accounts | None, again: bool
+    config: LaunchConfig,
+    topology_file: Path,
+    cache_dir: Path,
+    stack: contextlib.AsyncExitStack,
+    accounts: Accounts | None,
+    orders: asyncio.Queue[bytes],
+    again: bool,
 ) -> tuple[Front, Metrics]:
     """What stands behind the doors; ``stack`` closes it."""
     report("loading", what="tokenizer")
     text = await asyncio.to_thread(lambda: TextModel.load(models.resolve(config.model, cache_dir)))
     report("loading", what="workers")
-    survival = config.survival
+    survival, topology = config.survival, Topology.load(topology_file)
     timeout_s = survival.lost_after_s if again else config.start_timeout_s
     tls = coordinator_rpc_tls(config)
     pool = await WorkerPool.connect(topology, config.serving.site, timeout_s, survival, patient=not again, tls=tls)
     stack.push_async_callback(pool.close)
+    membership = Membership(pool, lambda: Topology.load(topology_file))
+    if topology.registry is not None:
+        await stack.enter_async_context(registry(membership, survival.lease_s, topology.registry, tls))
+    for task in (asyncio.create_task(membership.watch()), asyncio.create_task(obey(orders, pool, membership, config.start_timeout_s))):
+        stack.callback(task.cancel)
     metrics = Metrics()
+    metrics.registry.register(LeaseCollector(membership, pool))
     coordinator = Coordinator(config, pool, text, metrics)
     generator: Generator = coordinator
     if accounts is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pdd.config import LaunchConfig
 from pdd.policy.pipeline import PipelineDecision
 from pdd.serving.holders import Attach, Holder, Holders
 from pdd.serving.learned import Learned
@@ -74,11 +73,11 @@ def open_prefill(holders: Holders, worker: PooledWorker, targets: Mapping[Holder
 class PrefillRun:
     """``holder`` is None once prefill has nothing left to do or was lost."""
 
-    def __init__(self, holder: Holder, targets: list[Holder], config: LaunchConfig, timeline: TimelineRecorder, learned: Learned) -> None:
+    def __init__(self, holder: Holder, targets: list[Holder], timeline: TimelineRecorder, learned: Learned) -> None:
         self.holder: Holder | None = holder
         self._worker = holder.worker
         self._pending = {target.worker.name for target in targets}
-        self._max_step_tokens = next(w.max_step_tokens for w in config.workers if w.name == holder.worker.name)
+        self._max_step_tokens = max(1, holder.worker.info.max_step_tokens)
         self._timeline = timeline
         self._learned = learned
         self._started_s = timeline.now_s()

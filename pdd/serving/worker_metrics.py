@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from pdd.policy.breaker import BreakerState
+from pdd.serving.membership import Membership
 from pdd.serving.worker_pool import WorkerPool
 
 _BREAKER: dict[BreakerState, float] = {"closed": 0.0, "half_open": 0.5, "open": 1.0}
@@ -50,3 +51,21 @@ class WorkerCollector(Collector):
         for (role, reason), count in self._pool.num_routes.items():
             routes.add_metric((role, reason), count)
         return (ready, usable, draining, breaker, held, told, failures, opened, moved, hung, routes)
+
+
+class LeaseCollector(Collector):
+    """What is left of the leases of workers that register, and registrations by how they ended."""
+
+    def __init__(self, membership: Membership, pool: WorkerPool) -> None:
+        self._membership = membership
+        self._pool = pool
+
+    def collect(self) -> Iterable[Metric]:
+        left = GaugeMetricFamily("pdd:worker_lease_seconds", "Until its lease runs out", labels=["worker"])
+        registrations = CounterMetricFamily("pdd:registrations", "Registrations of workers, by verdict", labels=["verdict"])
+        for worker in self._pool.workers:
+            if (left_s := self._membership.lease_left_s(worker.name)) is not None:
+                left.add_metric((worker.name,), left_s)
+        for verdict, count in self._membership.num_by_verdict.items():
+            registrations.add_metric((verdict,), count)
+        return (left, registrations)

@@ -18,13 +18,21 @@ class SharedLinks:
     behind: Mapping[str, str] = field(default_factory=dict)
 
 
-def shared_links(config: LaunchConfig, topology: Topology, site: str) -> SharedLinks:
-    """As workers at ``site`` see them. Every worker of another site is behind the link between the two, declared or not."""
-    behind = {place.name: "-".join(sorted((site, place.site))) for place in topology.workers if place.site != site}
+def link_rules(config: LaunchConfig, site: str) -> dict[str, LinkRules]:
+    """Of the links between ``site`` and every other one, declared or not, by link."""
     rules = {}
-    for place in topology.workers:
-        if place.name in behind:
-            link = config.link(site, place.site)
+    for other in config.sites:
+        if other != site:
+            link = config.link(site, other)
             given = LinkRules() if link is None else LinkRules(link.schedule, link.aged_turn, link.background_after_s)
-            rules[behind[place.name]] = given
-    return SharedLinks(rules, behind)
+            rules[_name(site, other)] = given
+    return rules
+
+
+def shared_links(config: LaunchConfig, topology: Topology, site: str) -> SharedLinks:
+    """As workers at ``site`` see them. Every worker of another site is behind the link between the two."""
+    return SharedLinks(link_rules(config, site), {p.name: _name(site, p.site) for p in topology.workers if p.site != site})
+
+
+def _name(site: str, other: str) -> str:
+    return "-".join(sorted((site, other)))

@@ -28,11 +28,12 @@ from pdd.config import load as load_config
 from pdd.errors import Code
 from pdd.launch.child import report, stay_alive, when_parent_ends
 from pdd.security_config import is_loopback
-from pdd.tls_setup import worker_guards, worker_link_tls, worker_rpc_tls
+from pdd.tls_setup import to_coordinator, worker_guards, worker_rpc_tls
 from pdd.topology import Topology
 from pdd.worker.executor import ExecutorLimits
-from pdd.worker.kv_codecs import CodecChoice, codec_rules, codecs_taken, measure_codecs
-from pdd.worker.link_rules import shared_links
+from pdd.worker.kv_codecs import CodecChoice, codecs_taken, measure_codecs
+from pdd.worker.neighbours import Neighbours
+from pdd.worker.registrar import Registrar
 from pdd.worker.self_watch import SelfWatch
 from pdd.worker.service import Runtime, WorkerService
 from pdd.worker.step_loop import THREAD_NAME, EngineFacts, StepLoop
@@ -41,7 +42,7 @@ from pddbridge.engine import Engine, EngineConfig, EngineFactory
 from pddbridge.fingerprint import fingerprint
 from pddbridge.links.nixl import NixlAgent, NixlError, installed
 from pddbridge.links.tcp import PROTOCOL_VERSION, Handshake
-from pddbridge.rpc.channel import bind, make_server
+from pddbridge.rpc.channel import bind, make_server, open_channel
 from pddbridge.rpc.gen import worker_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ def main() -> None:
         worker = next((w for w in config.workers if w.name == arguments.name), None)
         if worker is None:
             raise ValueError(f"--name: given {arguments.name!r}, allowed {[w.name for w in config.workers]}")
-        asyncio.run(_run(config, worker, Topology.load(arguments.topology), arguments.cache_dir))
+        asyncio.run(_run(config, worker, arguments.topology, arguments.cache_dir))
     except (ValueError, KeyError, OSError, WorkerError) as error:
         # The launcher shows the last line of stderr where a process failed to start.
         print(f"worker {arguments.name}: {' '.join(str(error).split())}", file=sys.stderr)
@@ -81,14 +82,16 @@ def main() -> None:
     sys.exit(status)
 
 
-async def _run(config: LaunchConfig, worker: WorkerConfig, topology: Topology, cache_dir: Path) -> None:
+async def _run(config: LaunchConfig, worker: WorkerConfig, topology_file: Path, cache_dir: Path) -> None:
     """Serve until told to stop. Raises ValueError or WorkerError, one clear line, when it cannot start or go on."""
+    topology = Topology.load(topology_file)
     place = topology.worker(worker.name)
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    when_parent_ends(loop, stop)
+    neighbours = Neighbours(config, worker, topology)
+    when_parent_ends(loop, stop, lambda line: _obey(line, neighbours, topology_file))
     guards = worker_guards(config, worker)
     service = WorkerService(worker.name, secrets.randbelow(2**64 - 1) + 1, guards)
     health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the published stubs do not know it
@@ -113,6 +116,8 @@ async def _run(config: LaunchConfig, worker: WorkerConfig, topology: Topology, c
     step_loop.start()
     stopping = asyncio.create_task(stop.wait())
     traffic: KVTraffic | None = None
+    registrar: Registrar | None = None
+    registering: asyncio.Task[None] | None = None
     alive: asyncio.Task[None] | None = None
     watch: SelfWatch | None = None
     # While the engine loads: NIXL takes a second, too.
@@ -124,30 +129,34 @@ async def _run(config: LaunchConfig, worker: WorkerConfig, topology: Topology, c
             return
         facts = _facts(ready)
         semantic = fingerprint(facts.spec, facts.weights_digest, facts.kv_spec)
-        rules = codec_rules(config, topology, worker.site)
-        speeds = await asyncio.to_thread(measure_codecs, facts.kv_spec) if rules else ()
-        codecs = CodecChoice(rules, speeds, codecs_taken(config, worker.site))
+        speeds = await asyncio.to_thread(measure_codecs, facts.kv_spec) if any(worker.site in link.between for link in config.links) else ()
+        codecs = CodecChoice(neighbours.rules, speeds, codecs_taken(config, worker.site))
         handshake = Handshake(PROTOCOL_VERSION, semantic, facts.kv_spec, service.epoch, worker.name)
-        known = {place.name: place.role for place in topology.workers}
-        remote = {place.name for place in topology.workers if place.site != worker.site}
-        link_tls = worker_link_tls(config, worker, known)
-        traffic = KVTraffic(handshake, step_loop, await nixl, codecs, known, link_tls, remote, shared_links(config, topology, worker.site))
+        around = (neighbours.known, neighbours.link_tls, neighbours.remote, neighbours.shared)
+        traffic = KVTraffic(handshake, step_loop, await nixl, codecs, *around)
         try:
             await traffic.start(place.kv.host, place.kv.port)
         except OSError as error:
             raise WorkerError(f"kv_port: cannot listen on {place.kv}: {error.strerror or error}") from error
-        service.begin(Runtime(facts, config.model, semantic, step_loop, traffic, _receivers(topology, worker)))
+        service.begin(Runtime(facts, config.model, semantic, step_loop, traffic, neighbours.receivers))
         for name in ("", SERVICE_NAME):
             await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
         report("ready")
         alive = asyncio.create_task(stay_alive())
         watch = SelfWatch(lambda: step_loop.turn, config.survival.exit_after_s)
         watch.start()
+        if topology.registry is not None:
+            channel = open_channel(topology.registry.host, topology.registry.port, secured=to_coordinator(tls))
+            registrar = Registrar(channel, place, service.epoch, semantic)
+            registering = asyncio.create_task(registrar.run(lambda: setattr(service, "draining", True)))
         await asyncio.wait((crash, stopping), return_when=asyncio.FIRST_COMPLETED)
         if crash.done():
             crash.result()
     finally:
         stopping.cancel()
+        if registering is not None and registrar is not None:
+            registering.cancel()
+            await registrar.close()
         if alive is not None:
             alive.cancel()
         if watch is not None:
@@ -163,10 +172,15 @@ async def _run(config: LaunchConfig, worker: WorkerConfig, topology: Topology, c
         await asyncio.to_thread(step_loop.join, _JOIN_S if traffic is not None else 0.0)
 
 
-def _receivers(topology: Topology, worker: WorkerConfig) -> dict[str, tuple[str, int]]:
-    """Where ``worker`` may push KV: to the others, as its site reaches them."""
-    routes = {place.name: route for place in topology.workers for route in place.routes if route.from_site == worker.site}
-    return {name: (route.kv.host, route.kv.port) for name, route in routes.items() if name != worker.name}
+def _obey(line: bytes, neighbours: Neighbours, topology_file: Path) -> None:
+    """The launcher's orders on stdin: ``reload``, when workers have joined or left, answered by ``reloaded``."""
+    try:
+        if line.strip() != b"reload":
+            raise ValueError("not an order")
+        neighbours.apply(Topology.load(topology_file))
+        report("reloaded", order="reload")
+    except (OSError, ValueError, KeyError) as error:
+        report("refused", order=line.decode("utf-8", "replace"), why=str(error))
 
 
 async def _start_nixl(config: LaunchConfig, worker: WorkerConfig, epoch: int) -> NixlAgent | None:

@@ -261,6 +261,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             kv_dtype="float32",
             max_rows=self.script.max_rows,
             step_age_s=self.script.step_age_s,
+            max_step_tokens=256,
             links=self.links,
         )
 

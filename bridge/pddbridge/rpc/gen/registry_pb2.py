@@ -24,31 +24,35 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15pdd/v1/registry.proto\x12\x06pdd.v1\"\x8b\x01\n\x0fRegisterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x0c\n\x04site\x18\x04 \x01(\t\x12\x0f\n\x07\x63ontrol\x18\x05 \x01(\t\x12\n\n\x02kv\x18\x06 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\x12\r\n\x05token\x18\x08 \x01(\t\"2\n\rRegisterReply\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\"+\n\x0cLeaveRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\x0c\n\nLeaveReply\"\x14\n\x12ListWorkersRequest\"8\n\x10ListWorkersReply\x12$\n\x07workers\x18\x01 \x03(\x0b\x32\x13.pdd.v1.WorkerState\"\xb5\x01\n\x0bWorkerState\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0c\n\x04site\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\r\n\x05state\x18\x05 \x01(\t\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x10\n\x08num_held\x18\x07 \x01(\r\x12\x19\n\x0clease_left_s\x18\x08 \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x08\x66\x61ilures\x18\t \x01(\x04\x42\x0f\n\r_lease_left_s\"\x1c\n\x0c\x44rainRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x0c\n\nDrainReply2\xf1\x01\n\x08Registry\x12:\n\x08Register\x12\x17.pdd.v1.RegisterRequest\x1a\x15.pdd.v1.RegisterReply\x12\x31\n\x05Leave\x12\x14.pdd.v1.LeaveRequest\x1a\x12.pdd.v1.LeaveReply\x12\x43\n\x0bListWorkers\x12\x1a.pdd.v1.ListWorkersRequest\x1a\x18.pdd.v1.ListWorkersReply\x12\x31\n\x05\x44rain\x12\x14.pdd.v1.DrainRequest\x1a\x12.pdd.v1.DrainReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15pdd/v1/registry.proto\x12\x06pdd.v1\"|\n\x0fRegisterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x0c\n\x04site\x18\x04 \x01(\t\x12\x0f\n\x07\x63ontrol\x18\x05 \x01(\t\x12\n\n\x02kv\x18\x06 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\"2\n\rRegisterReply\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\"+\n\x0cLeaveRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\x0c\n\nLeaveReply\"\r\n\x0bListRequest\"1\n\tListReply\x12$\n\x07workers\x18\x01 \x03(\x0b\x32\x13.pdd.v1.WorkerState\")\n\nAddRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\r\n\x05\x63ount\x18\x02 \x01(\r\"+\n\x0cScaleRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\r\n\x05\x63ount\x18\x02 \x01(\r\"\xb5\x01\n\x0bWorkerState\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0c\n\x04site\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\r\n\x05state\x18\x05 \x01(\t\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x10\n\x08num_held\x18\x07 \x01(\r\x12\x19\n\x0clease_left_s\x18\x08 \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x08\x66\x61ilures\x18\t \x01(\x04\x42\x0f\n\r_lease_left_s\"\x1d\n\x0c\x44rainRequest\x12\r\n\x05names\x18\x01 \x03(\t2y\n\x08Registry\x12:\n\x08Register\x12\x17.pdd.v1.RegisterRequest\x1a\x15.pdd.v1.RegisterReply\x12\x31\n\x05Leave\x12\x14.pdd.v1.LeaveRequest\x1a\x12.pdd.v1.LeaveReply2\xc9\x01\n\x05\x46leet\x12.\n\x04List\x12\x13.pdd.v1.ListRequest\x1a\x11.pdd.v1.ListReply\x12,\n\x03\x41\x64\x64\x12\x12.pdd.v1.AddRequest\x1a\x11.pdd.v1.ListReply\x12\x30\n\x05\x44rain\x12\x14.pdd.v1.DrainRequest\x1a\x11.pdd.v1.ListReply\x12\x30\n\x05Scale\x12\x14.pdd.v1.ScaleRequest\x1a\x11.pdd.v1.ListReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdd.v1.registry_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REGISTERREQUEST']._serialized_start=34
-  _globals['_REGISTERREQUEST']._serialized_end=173
-  _globals['_REGISTERREPLY']._serialized_start=175
-  _globals['_REGISTERREPLY']._serialized_end=225
-  _globals['_LEAVEREQUEST']._serialized_start=227
-  _globals['_LEAVEREQUEST']._serialized_end=270
-  _globals['_LEAVEREPLY']._serialized_start=272
-  _globals['_LEAVEREPLY']._serialized_end=284
-  _globals['_LISTWORKERSREQUEST']._serialized_start=286
-  _globals['_LISTWORKERSREQUEST']._serialized_end=306
-  _globals['_LISTWORKERSREPLY']._serialized_start=308
-  _globals['_LISTWORKERSREPLY']._serialized_end=364
-  _globals['_WORKERSTATE']._serialized_start=367
-  _globals['_WORKERSTATE']._serialized_end=548
-  _globals['_DRAINREQUEST']._serialized_start=550
-  _globals['_DRAINREQUEST']._serialized_end=578
-  _globals['_DRAINREPLY']._serialized_start=580
-  _globals['_DRAINREPLY']._serialized_end=592
-  _globals['_REGISTRY']._serialized_start=595
-  _globals['_REGISTRY']._serialized_end=836
+  _globals['_REGISTERREQUEST']._serialized_start=33
+  _globals['_REGISTERREQUEST']._serialized_end=157
+  _globals['_REGISTERREPLY']._serialized_start=159
+  _globals['_REGISTERREPLY']._serialized_end=209
+  _globals['_LEAVEREQUEST']._serialized_start=211
+  _globals['_LEAVEREQUEST']._serialized_end=254
+  _globals['_LEAVEREPLY']._serialized_start=256
+  _globals['_LEAVEREPLY']._serialized_end=268
+  _globals['_LISTREQUEST']._serialized_start=270
+  _globals['_LISTREQUEST']._serialized_end=283
+  _globals['_LISTREPLY']._serialized_start=285
+  _globals['_LISTREPLY']._serialized_end=334
+  _globals['_ADDREQUEST']._serialized_start=336
+  _globals['_ADDREQUEST']._serialized_end=377
+  _globals['_SCALEREQUEST']._serialized_start=379
+  _globals['_SCALEREQUEST']._serialized_end=422
+  _globals['_WORKERSTATE']._serialized_start=425
+  _globals['_WORKERSTATE']._serialized_end=606
+  _globals['_DRAINREQUEST']._serialized_start=608
+  _globals['_DRAINREQUEST']._serialized_end=637
+  _globals['_REGISTRY']._serialized_start=639
+  _globals['_REGISTRY']._serialized_end=760
+  _globals['_FLEET']._serialized_start=763
+  _globals['_FLEET']._serialized_end=964
 # @@protoc_insertion_point(module_scope)

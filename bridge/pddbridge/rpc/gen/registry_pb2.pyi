@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("name", "epoch", "role", "site", "control", "kv", "fingerprint", "token")
+    __slots__ = ("name", "epoch", "role", "site", "control", "kv", "fingerprint")
     NAME_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -15,7 +15,6 @@ class RegisterRequest(_message.Message):
     CONTROL_FIELD_NUMBER: _ClassVar[int]
     KV_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_FIELD_NUMBER: _ClassVar[int]
     name: str
     epoch: int
     role: str
@@ -23,8 +22,7 @@ class RegisterRequest(_message.Message):
     control: str
     kv: str
     fingerprint: str
-    token: str
-    def __init__(self, name: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[str] = ..., site: _Optional[str] = ..., control: _Optional[str] = ..., kv: _Optional[str] = ..., fingerprint: _Optional[str] = ..., token: _Optional[str] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[str] = ..., site: _Optional[str] = ..., control: _Optional[str] = ..., kv: _Optional[str] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class RegisterReply(_message.Message):
     __slots__ = ("lease_s", "draining")
@@ -46,15 +44,31 @@ class LeaveReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class ListWorkersRequest(_message.Message):
+class ListRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class ListWorkersReply(_message.Message):
+class ListReply(_message.Message):
     __slots__ = ("workers",)
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerState]
     def __init__(self, workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ...) -> None: ...
+
+class AddRequest(_message.Message):
+    __slots__ = ("role", "count")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    count: int
+    def __init__(self, role: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
+
+class ScaleRequest(_message.Message):
+    __slots__ = ("role", "count")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    count: int
+    def __init__(self, role: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
 
 class WorkerState(_message.Message):
     __slots__ = ("name", "role", "site", "epoch", "state", "reason", "num_held", "lease_left_s", "failures")
@@ -79,11 +93,7 @@ class WorkerState(_message.Message):
     def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., site: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., num_held: _Optional[int] = ..., lease_left_s: _Optional[float] = ..., failures: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
-    __slots__ = ("name",)
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    def __init__(self, name: _Optional[str] = ...) -> None: ...
-
-class DrainReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("names",)
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, names: _Optional[_Iterable[str]] = ...) -> None: ...

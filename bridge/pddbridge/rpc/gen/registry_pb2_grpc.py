@@ -44,24 +44,15 @@ class RegistryStub:
                 request_serializer=pdd_dot_v1_dot_registry__pb2.LeaveRequest.SerializeToString,
                 response_deserializer=pdd_dot_v1_dot_registry__pb2.LeaveReply.FromString,
                 _registered_method=True)
-        self.ListWorkers = channel.unary_unary(
-                '/pdd.v1.Registry/ListWorkers',
-                request_serializer=pdd_dot_v1_dot_registry__pb2.ListWorkersRequest.SerializeToString,
-                response_deserializer=pdd_dot_v1_dot_registry__pb2.ListWorkersReply.FromString,
-                _registered_method=True)
-        self.Drain = channel.unary_unary(
-                '/pdd.v1.Registry/Drain',
-                request_serializer=pdd_dot_v1_dot_registry__pb2.DrainRequest.SerializeToString,
-                response_deserializer=pdd_dot_v1_dot_registry__pb2.DrainReply.FromString,
-                _registered_method=True)
 
 
 class RegistryServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Register(self, request, context):
-        """Joins, or renews the lease. FAILED_PRECONDITION naming both values when the topology of the coordinator says otherwise or the worker
-        does not fit the others; NOT_FOUND when its topology does not name the worker.
+        """Joins, or renews the lease. INVALID_ARGUMENT naming both values when the topology of the coordinator says otherwise or the worker does
+        not fit the others; NOT_FOUND when its topology does not name the worker; UNAVAILABLE for a process that has left or was replaced;
+        PERMISSION_DENIED without the certificate that the config asks for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -69,19 +60,6 @@ class RegistryServicer:
 
     def Leave(self, request, context):
         """No more requests from now on, and the worker is forgotten once it holds nothing. Idempotent.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ListWorkers(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Drain(self, request, context):
-        """No new requests for this worker; those that it holds end, or are moved after a time. Asked by the operator's side.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -99,16 +77,6 @@ def add_RegistryServicer_to_server(servicer, server):
                     servicer.Leave,
                     request_deserializer=pdd_dot_v1_dot_registry__pb2.LeaveRequest.FromString,
                     response_serializer=pdd_dot_v1_dot_registry__pb2.LeaveReply.SerializeToString,
-            ),
-            'ListWorkers': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListWorkers,
-                    request_deserializer=pdd_dot_v1_dot_registry__pb2.ListWorkersRequest.FromString,
-                    response_serializer=pdd_dot_v1_dot_registry__pb2.ListWorkersReply.SerializeToString,
-            ),
-            'Drain': grpc.unary_unary_rpc_method_handler(
-                    servicer.Drain,
-                    request_deserializer=pdd_dot_v1_dot_registry__pb2.DrainRequest.FromString,
-                    response_serializer=pdd_dot_v1_dot_registry__pb2.DrainReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -175,8 +143,107 @@ class Registry:
             metadata,
             _registered_method=True)
 
+
+class FleetStub:
+    """The operator to the launcher of a deployment, on this machine: which workers there are, more of them, fewer.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.List = channel.unary_unary(
+                '/pdd.v1.Fleet/List',
+                request_serializer=pdd_dot_v1_dot_registry__pb2.ListRequest.SerializeToString,
+                response_deserializer=pdd_dot_v1_dot_registry__pb2.ListReply.FromString,
+                _registered_method=True)
+        self.Add = channel.unary_unary(
+                '/pdd.v1.Fleet/Add',
+                request_serializer=pdd_dot_v1_dot_registry__pb2.AddRequest.SerializeToString,
+                response_deserializer=pdd_dot_v1_dot_registry__pb2.ListReply.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/pdd.v1.Fleet/Drain',
+                request_serializer=pdd_dot_v1_dot_registry__pb2.DrainRequest.SerializeToString,
+                response_deserializer=pdd_dot_v1_dot_registry__pb2.ListReply.FromString,
+                _registered_method=True)
+        self.Scale = channel.unary_unary(
+                '/pdd.v1.Fleet/Scale',
+                request_serializer=pdd_dot_v1_dot_registry__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=pdd_dot_v1_dot_registry__pb2.ListReply.FromString,
+                _registered_method=True)
+
+
+class FleetServicer:
+    """The operator to the launcher of a deployment, on this machine: which workers there are, more of them, fewer.
+    """
+
+    def List(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Add(self, request, context):
+        """Workers like the first one of that role in the config, each with a name and ports of its own. Answers when they are ready.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """No new requests for these workers; those that they hold end, or are moved after a time; then they are ended. Answers when they are.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Scale(self, request, context):
+        """Add or drain until the role has that many.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_FleetServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'List': grpc.unary_unary_rpc_method_handler(
+                    servicer.List,
+                    request_deserializer=pdd_dot_v1_dot_registry__pb2.ListRequest.FromString,
+                    response_serializer=pdd_dot_v1_dot_registry__pb2.ListReply.SerializeToString,
+            ),
+            'Add': grpc.unary_unary_rpc_method_handler(
+                    servicer.Add,
+                    request_deserializer=pdd_dot_v1_dot_registry__pb2.AddRequest.FromString,
+                    response_serializer=pdd_dot_v1_dot_registry__pb2.ListReply.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=pdd_dot_v1_dot_registry__pb2.DrainRequest.FromString,
+                    response_serializer=pdd_dot_v1_dot_registry__pb2.ListReply.SerializeToString,
+            ),
+            'Scale': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scale,
+                    request_deserializer=pdd_dot_v1_dot_registry__pb2.ScaleRequest.FromString,
+                    response_serializer=pdd_dot_v1_dot_registry__pb2.ListReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'pdd.v1.Fleet', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('pdd.v1.Fleet', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Fleet:
+    """The operator to the launcher of a deployment, on this machine: which workers there are, more of them, fewer.
+    """
+
     @staticmethod
-    def ListWorkers(request,
+    def List(request,
             target,
             options=(),
             channel_credentials=None,
@@ -189,9 +256,36 @@ class Registry:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/pdd.v1.Registry/ListWorkers',
-            pdd_dot_v1_dot_registry__pb2.ListWorkersRequest.SerializeToString,
-            pdd_dot_v1_dot_registry__pb2.ListWorkersReply.FromString,
+            '/pdd.v1.Fleet/List',
+            pdd_dot_v1_dot_registry__pb2.ListRequest.SerializeToString,
+            pdd_dot_v1_dot_registry__pb2.ListReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Add(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdd.v1.Fleet/Add',
+            pdd_dot_v1_dot_registry__pb2.AddRequest.SerializeToString,
+            pdd_dot_v1_dot_registry__pb2.ListReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -216,9 +310,36 @@ class Registry:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/pdd.v1.Registry/Drain',
+            '/pdd.v1.Fleet/Drain',
             pdd_dot_v1_dot_registry__pb2.DrainRequest.SerializeToString,
-            pdd_dot_v1_dot_registry__pb2.DrainReply.FromString,
+            pdd_dot_v1_dot_registry__pb2.ListReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdd.v1.Fleet/Scale',
+            pdd_dot_v1_dot_registry__pb2.ScaleRequest.SerializeToString,
+            pdd_dot_v1_dot_registry__pb2.ListReply.FromString,
             options,
             channel_credentials,
             insecure,
