@@ -54,13 +54,15 @@ class Injector:
         for place in self._deployment.topology.workers:
             self._epochs[place.name] = wait_ready(str(place.control), 0, time.monotonic() + self._restart_s)
 
-    def strike(self, fault: ChaosFault) -> Strike | None:
-        """Let it happen now; None when its victim is down already. Returns as soon as it has happened."""
+    def strike(self, fault: ChaosFault, *, noted: bool = False) -> Strike | None:
+        """Let it happen now; None when its victim is down already. Returns as soon as it has happened. ``noted``: ``before`` was called
+        by whoever cannot wait for it now.
+        """
         with self._lock:
             dead = {fault.victim, LINK} if fault.victim == LINK else {fault.victim}
             if dead & self._down:
                 return None
-            if fault.kind == "kill":
+            if fault.kind == "kill" and not noted:
                 self._before()
             strike = Strike(fault, time.monotonic())
             match fault.kind:

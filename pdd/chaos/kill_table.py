@@ -95,10 +95,11 @@ class CellBench:
 def run_cell(rig: Rig, driver: StateDriver, victim: Victim, ask: Ask, expected: Expected) -> Cell:
     """The deployment is whole and idle again afterwards. Raises NotReachedError when the state was not reached."""
     bench = CellBench(rig, ask)
+    rig.leftovers.note()
     try:
         driver.reach(bench)
         had_tokens = len(bench.outcome.ids)
-        strike = rig.injector.strike(_fault(victim))
+        strike = rig.injector.strike(_fault(victim), noted=True)
         assert strike is not None, "its victim is alive"
     finally:
         bench.let_go()

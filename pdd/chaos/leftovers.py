@@ -6,7 +6,6 @@ Looks only at processes of this deployment, known by the mark that they inherit,
 from __future__ import annotations
 
 import os
-from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -27,11 +26,11 @@ class Leftovers:
         """Remember the named files that our processes have open or mapped now. To be called before any of them dies."""
         for process in self._ours():
             try:
-                self._seen_files |= {line.path for line in process.memory_maps() if line.path.startswith(_SHM)}
+                self._seen_files |= {line.split(maxsplit=5)[5] for line in _maps(process.pid) if f" {_SHM}" in line}
                 self._seen_files |= {file.path for file in process.open_files() if file.path.startswith(_SHM)}
                 names = [str(connection.laddr) for connection in process.net_connections("unix")]
                 self._seen_files |= {name for name in names if name.startswith("/")}
-            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess, OSError):
                 continue
 
     def orphans(self, expected_pids: set[int]) -> list[str]:
@@ -39,7 +38,7 @@ class Leftovers:
         that only one process maps. True at rest; while transfers begin or end, memory may be mapped once for a moment.
         """
         found: list[str] = []
-        arenas: Counter[str] = Counter()
+        arenas: dict[str, list[str]] = {}
         used: set[str] = set()
         for process in self._ours():
             try:
@@ -49,11 +48,12 @@ class Leftovers:
                 used |= {str(connection.laddr) for connection in process.net_connections("unix")}
             except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess, OSError):
                 continue
-            arenas.update({inode for inode, path in mapped if path.startswith(_ARENA)})
+            for inode in {inode for inode, path in mapped if path.startswith(_ARENA)}:
+                arenas.setdefault(inode, []).append(_name(process))
             if not family & expected_pids:
                 found.append(f"process {process.pid} {process.name()}")
         found += [f"file {path}" for path in sorted(self._seen_files - used) if os.path.exists(path)]
-        return found + [f"shared memory {inode} mapped by one process" for inode, count in arenas.items() if count == 1]
+        return found + [f"shared memory {inode} mapped by {names[0]} alone" for inode, names in arenas.items() if len(names) == 1]
 
     def _ours(self) -> list[psutil.Process]:
         found = []
@@ -64,6 +64,12 @@ class Leftovers:
             except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
                 continue
         return found
+
+
+def _name(process: psutil.Process) -> str:
+    """As the launcher calls it, where it is a worker."""
+    argv = process.cmdline()
+    return argv[argv.index("--name") + 1] if "--name" in argv[:-1] else f"{process.name()} {process.pid}"
 
 
 def _maps(pid: int) -> list[str]:

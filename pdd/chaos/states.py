@@ -19,7 +19,7 @@ from pddbridge.rpc.gen import worker_pb2
 State = Literal["queued", "prefilling", "awaiting_kv", "relaying", "catching_up", "overlap", "sealed", "main", "finishing"]
 _POLL_S: Final = 0.002
 _SLOW_MBIT_S: Final = 0.5
-_PROMPT_TOKENS: Final = 260
+_PROMPT_TOKENS: Final = 160
 
 
 class Bench(Protocol):
@@ -154,15 +154,15 @@ def _finishing(bench: Bench) -> None:
     until(lambda: bench.outcome.num_ends > 0, "the last token has come")
 
 
-_HANDOFF_AT: Final = 200
+_HANDOFF_AT: Final = 350
 STATES: Final = (
     StateDriver("queued", _queued, 300, "relay"),
     StateDriver("prefilling", _prefilling, 300, "relay"),
     StateDriver("awaiting_kv", _awaiting_kv, 120, "direct"),
     StateDriver("relaying", _relaying, 300, "relay"),
-    StateDriver("catching_up", _catching_up, 370, "relay", "catch_up", 340),
-    StateDriver("overlap", _overlap, 370, "relay", "overlap", _HANDOFF_AT),
-    StateDriver("sealed", _sealed, 370, "relay", "one_shot", _HANDOFF_AT),
+    StateDriver("catching_up", _catching_up, 470, "relay", "catch_up", 440),
+    StateDriver("overlap", _overlap, 470, "relay", "overlap", _HANDOFF_AT),
+    StateDriver("sealed", _sealed, 470, "relay", "one_shot", _HANDOFF_AT),
     StateDriver("main", _main, 300, "relay", "one_shot", 20),
     StateDriver("finishing", _finishing, 60, "relay", "one_shot", 20),
 )

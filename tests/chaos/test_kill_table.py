@@ -45,7 +45,7 @@ def test_the_kv_link_dies_and_the_transfer_resumes(rig: tuple[Rig, ExpectedAnswe
 
 def test_the_relay_dies_sealed_and_main_has_all_it_needs(rig: tuple[Rig, ExpectedAnswers]) -> None:
     cell = kill(rig, "sealed", "relay")
-    assert (cell.relay_tokens, cell.main_tokens) == (200, 170)
+    assert (cell.relay_tokens, cell.main_tokens) == (350, 120)
 
 
 def test_main_dies_after_the_handoff_and_another_goes_on_from_the_log(rig: tuple[Rig, ExpectedAnswers]) -> None:
