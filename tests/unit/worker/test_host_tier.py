@@ -88,11 +88,15 @@ def test_finds_what_a_linear_search_finds(steps: list[tuple[str, list[int], int,
                     assert np.array_equal(block.values, want.values)
             # Looking was using: from the end of the prefix to its beginning, so the beginning is youngest.
             for blocks in reversed(found):
-                page = next(
+                fitting = [
                     p
                     for p in oracle.pages
                     if p[0] == namespace and blocks[0].tokens.start == len(p[1]) - SIZE and _starts(p[1], tokens, blocks)
-                )
+                ]
+                # Several pages may begin alike: the one just before where the prefix would stand is used, else the one just after.
+                limited = tuple(tokens[: min(blocks[0].tokens.start + SIZE, len(tokens) - 1)])
+                before = [p for p in fitting if p[1] < limited]
+                page = max(before) if before else min(fitting)
                 oracle.pages.remove(page)
                 oracle.pages.append(page)
 
