@@ -142,7 +142,7 @@ async def test_case_33_a_flow_that_was_dropped_silently_costs_less_than_a_second
         push_in_chunks(transfer, TokenRange(0, 8))
         await transfer.done()
         assert time.monotonic() - started < 1.0
-        assert proxy.num_connections == 2 * num_connections
+        await eventually(lambda: proxy.num_connections == 2 * num_connections)
         assert_exact(target, TokenRange(0, 8))
 
 
