@@ -46,7 +46,7 @@ def configured(deployment: Deployment) -> set[tuple[str, int]]:
     topology = deployment.topology
     ours = {(a.host, a.port) for p in topology.workers for a in (p.control, p.kv)}
     ours |= {(a.host, a.port) for p in topology.workers for r in p.routes for a in (r.control, r.kv)}
-    return ours | {(a.host, a.port) for a in (topology.http, topology.grpc)}
+    return ours | {(a.host, a.port) for a in (topology.http, topology.grpc, topology.registry) if a is not None}
 
 
 def assert_only_configured(deployment: Deployment, more_per_worker: int = 0) -> None:
