@@ -73,14 +73,17 @@ class PolicyConfig(StrictModel):
     """``pipeline``: "auto" decides per request; the others force one. ``direct_budget_s``: predicted wait for KV, beyond prefill, up to
     which "auto" goes direct. ``ttft_target_s``: the objective, None: as soon as can be; where prefill leaves more room below it than
     ``direct_budget_s``, that room is the budget. ``relay_load_weight``: how much dearer the relay gets as it fills: the budget is
-    multiplied by 1 + weight * load / (1 - load). ``catch_up_chunk``: log tokens that main ingests at once while the relay runs on; above it
-    "auto" catches up. ``num_decisions_kept``: for ``GET /debug/decisions``.
+    multiplied by 1 + weight * load / (1 - load). ``lateness_half_life_s``, ``max_lateness_s``: predictions of main's KV are put off by how
+    late it came to direct requests lately, at most so much, halved after so long without news; 0: never. ``catch_up_chunk``: log tokens
+    that main ingests at once while the relay runs on; above it "auto" catches up. ``num_decisions_kept``: for ``GET /debug/decisions``.
     """
 
     pipeline: Literal["auto", "direct", "relay", "local"] = "auto"
     direct_budget_s: Annotated[float, Field(ge=0)] = 0.5
     ttft_target_s: Annotated[float, Field(gt=0)] | None = None
     relay_load_weight: Annotated[float, Field(ge=0)] = 0.25
+    lateness_half_life_s: Seconds = 10.0
+    max_lateness_s: Annotated[float, Field(ge=0)] = 10.0
     local: LocalConfig = LocalConfig()
     lengths: LengthsConfig = LengthsConfig()
     alignment: AlignmentConfig = AlignmentConfig()

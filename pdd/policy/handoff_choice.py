@@ -87,7 +87,5 @@ def choose_handoff(forced: HandoffMode | None, snapshot: HandoffChoiceSnapshot, 
         return decide("overlap", "backlog", f"more than {rules.catch_up_chunk} tokens are to be caught up with first")
     measured = gap_s is not None and snapshot.relay_itl_s is not None and snapshot.main_itl_s is not None
     if measured and gap_s is not None and snapshot.relay_itl_s is not None and gap_s <= rules.hidden_itls * snapshot.relay_itl_s:
-        return decide(
-            "one_shot", "gap_hidden", f"the gap is within {rules.hidden_itls:g} ITLs of {snapshot.relay_itl_s:.3f} s"
-        )
+        return decide("one_shot", "gap_hidden", f"the gap is within {rules.hidden_itls:g} ITLs of {snapshot.relay_itl_s:.3f} s")
     return decide("overlap", "gap_shows", "a gap would show")

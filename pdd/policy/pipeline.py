@@ -42,7 +42,7 @@ class PipelineSnapshot:
     ``prefill_s_per_token``, ``relay_s_per_token``: learned, None until they are · ``prefill_step_tokens``: of which a step has so many at
     most, and what the last one computes cannot leave sooner · ``output``: predicted, None when nothing is asked of it · ``local_open``:
     see :class:`pdd.policy.local.LocalQuota` · ``shared``: others with the same prompt run · ``ahead_bytes``: of other transfers that go
-    before an urgent one of this size; None: taken from ``link``.
+    before an urgent one of this size; None: taken from ``link`` · ``late_s``: by how much KV has come later than predicted, lately.
     """
 
     main_miss_tokens: int
@@ -62,13 +62,15 @@ class PipelineSnapshot:
     local_open: bool = False
     shared: bool = False
     ahead_bytes: float | None = None
+    late_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class PipelineDecision:
     """Predictions count from when prefill starts. ``predicted_kv_s``: until main has its KV; None when the link is unmeasured ·
     ``predicted_wait_s``: the part of that which is beyond prefill, that a relay would hide · ``budget_s``: what that may be ·
-    ``predicted_relay_end_s``: until a relay's last token · ``predicted_output_tokens``: of the answer, at most.
+    ``predicted_relay_end_s``: until a relay's last token · ``predicted_output_tokens``: of the answer, at most · ``late_s``: that
+    was added for how late KV came lately.
     """
 
     pipeline: Pipeline
@@ -79,6 +81,7 @@ class PipelineDecision:
     budget_s: float | None = None
     predicted_relay_end_s: float | None = None
     predicted_output_tokens: int | None = None
+    late_s: float = 0.0
 
     @property
     def ends_on_relay(self) -> bool:
@@ -109,7 +112,7 @@ def predict_wait_s(snapshot: PipelineSnapshot) -> float | None:
     last_bytes = min(snapshot.prefill_step_tokens, snapshot.main_miss_tokens) * snapshot.kv_bytes_per_token
     own_s = max(last_bytes / goodput_bytes_s, num_bytes / goodput_bytes_s - predict_prefill_s(snapshot))
     ahead_bytes = delaying_bytes(link, num_bytes) if snapshot.ahead_bytes is None else snapshot.ahead_bytes
-    return snapshot.rtt_s + ahead_bytes / goodput_bytes_s + own_s
+    return snapshot.rtt_s + ahead_bytes / goodput_bytes_s + own_s + snapshot.late_s
 
 
 def predict_kv_s(snapshot: PipelineSnapshot) -> float | None:
@@ -152,6 +155,7 @@ def choose_pipeline(snapshot: PipelineSnapshot, forced: Pipeline | None, policy:
             budget_s=allowed_s,
             predicted_relay_end_s=_relay_end_s(snapshot),
             predicted_output_tokens=None if snapshot.output is None else snapshot.output.high_tokens,
+            late_s=snapshot.late_s,
         )
 
     if not snapshot.main_available:

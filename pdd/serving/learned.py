@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 
 from pdd.policy.alignment import HitWindow
-from pdd.policy.estimates import Ratio
+from pdd.policy.estimates import Lateness, Ratio
 from pdd.policy.lengths import LengthEstimator
 from pdd.policy.local import LocalQuota
 from pdd.policy_config import PolicyConfig
+from pdd.serving.link_estimate import Link
 
 # After so many more tokens an old pace has lost half its weight.
 _PREFILL_HALF_LIFE_TOKENS = 20_000
@@ -33,6 +34,8 @@ class Learned:
         self.relay_s = Ratio(_RELAY_HALF_LIFE_TOKENS)
         self.computed = Ratio(_PREFILL_HALF_LIFE_TOKENS)
         self._prefill_s: dict[str, Ratio] = {}
+        self._late: dict[Link, Lateness] = {}
+        self._lateness = (policy.lateness_half_life_s, policy.max_lateness_s)
 
     def prefill_s_per_token(self, worker: str) -> float | None:
         """Of ``worker``, waiting for its turn there included; None until it has computed something."""
@@ -42,6 +45,14 @@ class Learned:
     def prefilled(self, worker: str, computed_tokens: int, took_s: float) -> None:
         """Prefill has computed ``computed_tokens``, ``took_s`` after it was opened."""
         self._prefill_s.setdefault(worker, Ratio(_PREFILL_HALF_LIFE_TOKENS)).observe(took_s, computed_tokens)
+
+    def arrived(self, route: Link, error_s: float) -> None:
+        """Main's KV came to a direct request over ``route``, ``error_s`` later than the figures alone had said."""
+        self._late.setdefault(route, Lateness(*self._lateness)).observe(time.monotonic(), error_s)
+
+    def late_s(self, route: Link) -> float:
+        """By how much KV comes later over ``route`` than the figures alone say."""
+        return self._late[route].value_s(time.monotonic()) if route in self._late else 0.0
 
     def looked_up(self, prompt_tokens: int, main_hit: int, computed_tokens: int | None) -> None:
         """What a prompt's beginning found at main and at prefill; ``computed_tokens`` None: prefill was not asked."""

@@ -16,12 +16,13 @@ def pipeline_snapshot(reserved: Reservation, parts: RequestParts) -> PipelineSna
     main, relay, prefill = reserved.main, reserved.relay, context.pool.route("prefill")
     main_miss = prompt_tokens - 1 if main is None else main.miss_tokens(prompt_tokens)
     kv_bytes_per_token = context.pool.workers[0].info.kv_bytes_per_token
-    goodput, link, ahead_bytes = None, None, 0.0
+    goodput, link, ahead_bytes, late_s = None, None, 0.0, 0.0
     if main is not None and prefill is not None:
         route = (prefill.place.site, main.worker.place.site)
         goodput = context.links.goodput_bytes_s(route)
         link = prefill.link_to(main.worker.name)
         ahead_bytes = context.traffic.ahead_bytes(route, main_miss * kv_bytes_per_token, Priority.URGENT)
+        late_s = learned.late_s(route)
     # Prefill holds what either has: all that they hold was computed there.
     miss = min(main_miss, main_miss if relay is None else relay.miss_tokens(prompt_tokens))
     computed_share = learned.computed.value
@@ -43,4 +44,5 @@ def pipeline_snapshot(reserved: Reservation, parts: RequestParts) -> PipelineSna
         local_open=learned.quota.open,
         shared=parts.share.is_shared,
         ahead_bytes=ahead_bytes,
+        late_s=late_s,
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pdd.policy.pipeline import PipelineDecision
 from pdd.serving.holders import Attach, Holder, Holders
 from pdd.serving.learned import Learned
-from pdd.serving.link_estimate import LinkEstimate, TransferSample
+from pdd.serving.link_estimate import Link, LinkEstimate, TransferSample
 from pdd.serving.link_traffic import LinkTraffic
 from pdd.serving.metrics import Metrics
 from pdd.serving.timeline import TimelineRecorder
@@ -83,6 +83,9 @@ class PrefillRun:
         self._started_s = timeline.now_s()
         self._computed_tokens = 0
 
+    def route(self, target: Holder) -> Link:
+        return self._worker.place.site, target.worker.place.site
+
     @property
     def age_s(self) -> float:
         """Since prefill was opened."""
@@ -108,7 +111,7 @@ class PrefillRun:
 
     def received(self, target: Holder, event: KvComplete, links: LinkEstimate, metrics: Metrics) -> float:
         """``target`` has its KV. Returns the seconds since prefill was opened."""
-        route = (self._worker.place.site, target.worker.place.site)
+        route = self.route(target)
         bytes_per_token = target.worker.info.kv_bytes_per_token
         last_chunk_tokens = (self._computed_tokens - 1) % self._max_step_tokens + 1 if self._computed_tokens else event.received_tokens
         sample = TransferSample(

@@ -132,6 +132,8 @@ class RequestRun:
                 parts.timeline.kv_s = took_s
                 if decision is not None and decision.predicted_kv_s is not None and not parts.timeline.redecision:
                     parts.context.metrics.prediction_error_s.observe(took_s - decision.predicted_kv_s)
+                    if decision.pipeline == "direct":  # urgent, as predicted for; behind a relay it may take its time
+                        parts.context.learned.arrived(parts.prefill.route(holder), took_s - decision.predicted_kv_s + decision.late_s)
         if holder is parts.main:
             parts.timeline.wan_kv_bytes += event.received_bytes
             parts.timeline.wan_kv_wire_bytes += event.received_wire_bytes

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdd.policy.estimates import Ratio
+from pdd.policy.estimates import Lateness, Ratio
 from pdd.policy.lengths import LengthEstimator, LengthHistogram, LengthPrediction
 
 
@@ -91,3 +91,21 @@ def test_a_ratio_forgets_and_ignores_nothing() -> None:
     for _ in range(100):
         pace.observe(2.0, 10)
     assert pace.value == pytest.approx(0.2, rel=0.01)
+
+
+def test_lateness_follows_the_latest_and_fades_without_news() -> None:
+    late = Lateness(half_life_s=10.0, most_s=5.0)
+    assert late.value_s(100.0) == 0.0
+    for _ in range(30):
+        late.observe(100.0, 2.0)
+    assert late.value_s(100.0) == pytest.approx(2.0, abs=0.01)
+    assert late.value_s(120.0) == pytest.approx(0.5, abs=0.01)
+    for _ in range(30):
+        late.observe(120.0, -3.0)
+    assert late.value_s(120.0) == 0.0, "sooner than predicted is no reason to predict less"
+    for _ in range(30):
+        late.observe(120.0, 100.0)
+    assert late.value_s(120.0) == 5.0
+    never = Lateness(half_life_s=10.0, most_s=0.0)
+    never.observe(0.0, 9.0)
+    assert never.value_s(0.0) == 0.0

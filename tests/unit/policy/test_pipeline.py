@@ -129,6 +129,15 @@ def test_the_last_rows_of_a_relay_are_kept_for_who_needs_them_most() -> None:
     assert budget_s(replace(some, relay_running=8), POLICY) == (0.5, float("inf"))
 
 
+def test_what_came_late_lately_is_predicted_to_come_late_again() -> None:
+    small = replace(BASE, main_miss_tokens=50)
+    assert choose(small).pipeline == "direct"
+    late = choose(replace(small, late_s=1.0))
+    assert (late.pipeline, late.late_s) == ("relay", 1.0)
+    assert late.predicted_wait_s == pytest.approx((choose(small).predicted_wait_s or 0.0) + 1.0)
+    assert choose(replace(small, main_miss_tokens=0, late_s=1.0)).pipeline == "direct", "nothing is to come"
+
+
 def test_whether_main_s_kv_can_come_in_time_for_the_request() -> None:
     learned = replace(BASE, output=LengthPrediction(10, 40), relay_s_per_token=0.1)
     assert choose(learned).ends_on_relay, "4 s of tokens, 4.6 s of KV"
@@ -185,6 +194,7 @@ snapshots = st.builds(
     prefill_step_tokens=st.integers(0, 4096),
     relay_s_per_token=st.none() | st.floats(1e-4, 1.0),
     output=st.none() | st.builds(LengthPrediction, median_tokens=st.integers(1, 20), high_tokens=st.integers(1, 100)),
+    late_s=st.floats(0, 10),
     local_open=st.booleans(),
     shared=st.booleans(),
 )

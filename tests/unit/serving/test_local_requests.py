@@ -195,6 +195,22 @@ async def test_a_transfer_that_would_come_too_late_goes_in_the_lowest_class_unti
         assert prefill.priorities == [("main-0", then)]
 
 
+async def test_direct_requests_turn_to_the_relay_while_kv_comes_later_than_the_figures_say() -> None:
+    """1,900 bytes over 5 MB/s are nothing to wait for, but main's KV takes half a second to show up."""
+    scripts = {"main-0": Script(kv_gate=opened(False))}
+    policy = {**POLICY, "direct_budget_s": 0.25}
+    async with serving(hashed_token, policy=policy, scripts=scripts) as (_, coordinator):
+        pipelines = []
+        for number in range(8):
+            running = asyncio.create_task(collect(coordinator, make_request(f"r{number}", prompt(number))))
+            await asyncio.sleep(0.5)
+            scripts["main-0"].kv_gate.set()
+            pipelines.append((await running).timeline.pipeline)
+            scripts["main-0"].kv_gate.clear()
+        assert pipelines[0] == "direct"
+        assert "relay" in pipelines
+
+
 async def test_decisions_are_kept_with_what_came_of_them_the_latest_only() -> None:
     async with serving(hashed_token, policy={"num_decisions_kept": 2, "ttft_target_s": 5.0}) as (_, coordinator):
         for number in range(3):
