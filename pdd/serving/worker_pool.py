@@ -137,7 +137,10 @@ class WorkerPool:
         except PddError:
             await worker.channel.close(grace=None)
             raise
-        await self.forget(place.name)  # it was elsewhere before, or came in twice at once
+        if (known := self._workers.get(place.name)) is not None and known.place == place:
+            await worker.channel.close(grace=None)  # it registered and was read in the topology at the same time
+            return known
+        await self.forget(place.name)  # it was elsewhere before
         self._workers[place.name] = worker
         self._watchers[place.name] = asyncio.create_task(self._watch(worker))
         _log.info("worker %s joins as %s at %s, epoch %d", place.name, place.role, place.site, worker.info.epoch)

@@ -80,7 +80,7 @@ def scale_under_load(model: Path, cache_dir: Path, steps: list[tuple[Role, int]]
                 fleet.scale(role, count)
                 assert len(fleet.names(role)) == count
                 states = fleet.states()
-                assert [s["name"] for s in states if s["role"] == role] == fleet.names(role)
+                assert sorted(str(s["name"]) for s in states if s["role"] == role) == sorted(fleet.names(role))
                 assert all(s["state"] == "ready" for s in states), states
                 before = len(load.answers)
                 while len(load.answers) < before + 6:

@@ -145,6 +145,21 @@ async def test_a_replaced_process_does_not_get_its_lease_back() -> None:
         assert membership.lease_left_s("main-0") == QUICK["lease_s"]
 
 
+async def test_a_worker_that_registers_while_the_topology_is_read_joins_once_and_keeps_what_it_holds() -> None:
+    async with running() as (cluster, coordinator, membership, operator), one_more(cluster, "main-1") as joining:
+        operator.name(*cluster.workers)
+        gate = joining.script.info_gate = opened(False)
+        both = [asyncio.create_task(membership.follow_topology(BOUND_S)), asyncio.create_task(membership.register(says(joining)))]
+        await asyncio.sleep(0.1)
+        gate.set()
+        await asyncio.gather(*both)
+        await until_usable(coordinator, "main-1")
+        await asyncio.sleep(0.2)
+        assert [worker.name for worker in coordinator._pool.workers] == ["prefill-0", "main-0", "main-1"]
+        assert coordinator._pool.worker("main-1").counts.hung == {}
+        assert coordinator._pool.worker("main-1").usable
+
+
 async def test_a_lease_that_runs_out_loses_a_worker_that_does_not_answer_either() -> None:
     hanging = Script(info_gate=opened(True))
     async with running({"main-0": hanging}) as (cluster, coordinator, membership, operator):
