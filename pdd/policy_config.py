@@ -83,7 +83,7 @@ class PolicyConfig(StrictModel):
     ttft_target_s: Annotated[float, Field(gt=0)] | None = None
     relay_load_weight: Annotated[float, Field(ge=0)] = 0.25
     lateness_half_life_s: Seconds = 10.0
-    max_lateness_s: Annotated[float, Field(ge=0)] = 10.0
+    max_lateness_s: Annotated[float, Field(ge=0)] = 2.0
     local: LocalConfig = LocalConfig()
     lengths: LengthsConfig = LengthsConfig()
     alignment: AlignmentConfig = AlignmentConfig()

@@ -85,10 +85,12 @@ class PipelineDecision:
 
     @property
     def ends_on_relay(self) -> bool:
-        """Whether the relay's last token is predicted before main's KV: then main's transfer serves nothing but later requests."""
+        """Whether the relay's last token is predicted before main's KV: then main's transfer serves nothing but later requests. What has
+        come late lately does not count here: put off for it, a small transfer would come later still.
+        """
         if self.pipeline != "relay" or self.predicted_relay_end_s is None or self.predicted_kv_s is None:
             return False
-        return self.predicted_relay_end_s < self.predicted_kv_s
+        return self.predicted_relay_end_s < self.predicted_kv_s - self.late_s
 
 
 def predict_prefill_s(snapshot: PipelineSnapshot) -> float:

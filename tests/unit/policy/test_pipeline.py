@@ -144,6 +144,7 @@ def test_whether_main_s_kv_can_come_in_time_for_the_request() -> None:
     assert not choose(replace(learned, relay_s_per_token=0.2)).ends_on_relay
     assert not choose(replace(learned, relay_s_per_token=None)).ends_on_relay
     assert not choose(learned, "direct").ends_on_relay
+    assert not choose(replace(learned, main_miss_tokens=100, late_s=5.0)).ends_on_relay, "only late by what was late before"
 
 
 def test_a_singular_request_is_finished_on_the_relay() -> None:
