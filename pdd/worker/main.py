@@ -90,7 +90,7 @@ async def _run(config: LaunchConfig, worker: WorkerConfig, topology_file: Path, 
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    neighbours = Neighbours(config, worker, topology)
+    neighbours = Neighbours(config, worker, topology, topology_file)
     when_parent_ends(loop, stop, lambda line: _obey(line, neighbours, topology_file))
     guards = worker_guards(config, worker)
     service = WorkerService(worker.name, secrets.randbelow(2**64 - 1) + 1, guards)

@@ -7,7 +7,9 @@ who has joined is a peer from then on, who has left is none any more. Lives on t
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 from pdd.config import LaunchConfig, WorkerConfig
@@ -27,16 +29,20 @@ class Neighbours:
     peers must prove, None for plaintext.
     """
 
-    def __init__(self, config: LaunchConfig, worker: WorkerConfig, topology: Topology) -> None:
-        """Raises ValueError where a file of certificates cannot be read."""
+    def __init__(self, config: LaunchConfig, worker: WorkerConfig, topology: Topology, topology_file: Path | None = None) -> None:
+        """``topology_file``: read again, if it has changed, when somebody is met that is not known: the coordinator may know of a worker
+        before we were told. Raises ValueError where a file of certificates cannot be read.
+        """
         self._config = config
         self._worker = worker
-        self.receivers: dict[str, tuple[str, int]] = {}
-        self.known: dict[str, Role] = {}
+        self._file = topology_file
+        self._read_at = self._version()
+        self.receivers: dict[str, tuple[str, int]] = _Live(self._look_again)
+        self.known: dict[str, Role] = _Live(self._look_again)
         self.remote: set[str] = set()
         self.rules: dict[Address, CodecRule] = {}
         self._behind: dict[str, str] = {}
-        self._identities: dict[str, str] = {}
+        self._identities: dict[str, str] = _Live(self._look_again)
         # Of every site, though nobody may be there yet: sending ends are made once, with the links that they will ever have.
         self.shared = SharedLinks(link_rules(config, worker.site), self._behind)
         link_tls = worker_link_tls(config, worker, {})
@@ -59,9 +65,43 @@ class Neighbours:
         self.remote.clear()
         self.remote.update(place.name for place in topology.workers if place.site != worker.site)
 
+    def _version(self) -> tuple[int, int] | None:
+        """Of the topology's file, which is replaced as a whole; None where there is none."""
+        try:
+            stat = None if self._file is None else self._file.stat()
+        except OSError:
+            return None
+        return None if stat is None else (stat.st_mtime_ns, stat.st_ino)
+
+    def _look_again(self) -> None:
+        version = self._version()
+        if self._file is None or version is None or version == self._read_at:
+            return
+        self._read_at = version
+        try:
+            self.apply(Topology.load(self._file))
+        except (OSError, ValueError, KeyError) as error:
+            logger.error("the topology cannot be read, the former one holds: %s", error)
+
 
 K = TypeVar("K")
 V = TypeVar("V")
+
+
+class _Live(dict[K, V]):
+    """Looks again before it says that it does not know a key."""
+
+    def __init__(self, look_again: Callable[[], None]) -> None:
+        super().__init__()
+        self._look_again = look_again
+
+    def __contains__(self, key: object) -> bool:
+        if not super().__contains__(key):
+            self._look_again()
+        return super().__contains__(key)
+
+    def get(self, key, default=None):  # type: ignore[no-untyped-def]  # every overload of dict.get
+        return super().get(key, default) if key in self else default
 
 
 def _become(mine: dict[K, V], new: dict[K, V]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import grpc
 import grpc.aio
@@ -37,6 +38,23 @@ def test_everything_follows_the_topology_in_place() -> None:
     assert (near.host, near.port) in rules
     seen.apply(replace(topology, workers=topology.workers[:2]))
     assert (set(receivers), set(known), remote, rules, behind) == ({"relay-0"}, {"prefill-0", "relay-0"}, set(), {}, {})
+
+
+def test_somebody_who_is_met_before_we_were_told_is_looked_up_in_the_operators_file(tmp_path: Path) -> None:
+    config = launch_config("m")
+    topology, file = plan_topology(config), tmp_path / "main.json"
+    topology.save(file)
+    seen = Neighbours(config, config.workers[0], topology, file)
+    assert "main-1" not in seen.known
+    place = plan_worker(config, config.workers[2].model_copy(update={"name": "main-1"}))
+    replace(topology, workers=(*topology.workers, place)).save(file)
+    near = place.route("a").kv
+    assert seen.receivers.get("main-1") == (near.host, near.port)
+    assert "main-1" in seen.known
+    assert seen.receivers.get("stranger") is None
+    file.write_text("{")
+    assert "stranger" not in seen.known
+    assert "main-1" in seen.known, "the former one holds"
 
 
 async def test_a_worker_that_joins_becomes_a_legal_peer_and_one_that_leaves_stops_being_one() -> None:
