@@ -7,6 +7,7 @@ import math
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -118,6 +119,28 @@ def test_48_49_a_stop_string_across_the_handoff_never_leaks(tiny: Running, hando
     assert len(answer.ids) <= 8
     unfinished = run(tiny, params, {"stop": [stop + "\x01never"]}, pipeline="relay", handoff_at=handoff_at)
     assert unfinished.text == free.text, "a prefix of a stop string that never completes is released"
+
+
+@pytest.mark.parametrize("handoff_at", [0, pytest.param(2, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)])
+def test_the_same_holds_while_both_decode(tiny: Running, handoff_at: int):
+    """Cases 41, 43, 45, 48 and 67 in an overlap."""
+    course = {"pipeline": "relay", "handoff": "overlap", "handoff_at": handoff_at}
+    ends_at_once = SamplingParams(seed=1, max_tokens=20, temperature=0.0, logit_bias=((IM_END_ID, 100.0),))
+    answer = run(tiny, ends_at_once, **course)
+    assert (answer.ids, answer.finish_reasons, answer.text) == ([IM_END_ID], ["stop"], "")
+    answer = run(tiny, replace(ends_at_once, min_tokens=7), **course)
+    assert len(answer.ids) == 8
+    answer = run(tiny, replace(ends_at_once, max_tokens=5, ignore_eos=True), **course)
+    assert (answer.ids, answer.finish_reasons) == ([IM_END_ID] * 5, ["length"])
+    plain = SamplingParams(seed=1, max_tokens=40, temperature=0.0, ignore_eos=True)
+    answer, alone = run(tiny, plain, {"logprobs": 3}, **course), run(tiny, plain, {"logprobs": 3}, pipeline="direct")
+    got, want = ([value for part in a.logprobs for value in part["token_logprobs"]] for a in (answer, alone))  # type: ignore[index]
+    assert len(got) == 40
+    assert all(math.isclose(a, b, abs_tol=1e-4) for a, b in zip(got, want, strict=True))
+    params, free, before, stop = answer_with_clean_stop_string(tiny)
+    answer = run(tiny, params, {"stop": [stop]}, **course)
+    assert (answer.text, answer.finish_reasons) == (before, ["stop"])
+    assert answer.ids == free.ids[: len(answer.ids)]
 
 
 def test_44_usage_counts_each_token_once(tiny: Running):

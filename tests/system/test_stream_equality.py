@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -73,6 +74,40 @@ def test_tokens_do_not_depend_on_where_the_handoff_falls(which: str, mode: str, 
         check_moved(answer, k, len(prompt), params.max_tokens)
         assert answer.number("wan_kv_tokens") == len(prompt) - 1
     assert duplicate_tokens(running) == before, "main went on exactly where the relay had stopped: no position was proposed twice"
+
+
+@pytest.mark.parametrize(
+    ("which", "params", "positions"),
+    [
+        pytest.param("tiny", GREEDY, (0, 1, 16, 17, 33), id="tiny-greedy"),
+        pytest.param("tiny", SAMPLED, HANDOFFS, id="tiny-sampled", marks=pytest.mark.slow),
+        pytest.param("tiny_mirror", GREEDY, HANDOFFS, id="mirror-greedy", marks=pytest.mark.slow),
+        pytest.param("tiny_mirror", SAMPLED, HANDOFFS, id="mirror-sampled", marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_do_not_depend_on_where_an_overlap_begins(
+    which: str, params: SamplingParams, positions: tuple[int, ...], request: pytest.FixtureRequest
+):
+    """Both decode from there, and whoever is first counts: the tokens are the same, nobody is rewound, main prefilled nothing."""
+    running: Running = request.getfixturevalue(which)
+    prompt = prompt_of(PROMPT_LENGTHS[0], seed=1)
+    params = replace(params, max_tokens=200)
+    (expected,) = single_engine_runs(worker_address(running.deployment, "main-0"), [(prompt, params)])
+    course = {"pipeline": "relay", "handoff": "overlap"}
+    bodies = [
+        {**body_of(running.model, prompt, params, **course, handoff_at=k), "cache_salt": f"overlap-{params.seed}-{k}"} for k in positions
+    ]
+    answers = complete_all(running.url, bodies, at_once=1)
+    for k, answer in zip(positions, answers, strict=True):
+        assert answer.error is None
+        assert answer.ids == expected, f"overlap from {k}"
+        assert answer.origins == sorted(answer.origins, reverse=True), "relay first, then main, never back"
+        assert answer.origins.count("relay") >= k
+        for counted in ("main_prefill_tokens", "fallbacks", "handoff_rewinds"):
+            assert answer.number(counted) == 0
+        assert answer.number("wan_kv_tokens") == len(prompt) - 1
+    # Which of them main comes to end is the machine's affair: the relay of a tiny model may be through before main has begun.
+    assert any(answer.origins[-1] == "main" for answer in answers), "or nothing was handed over"
 
 
 @pytest.mark.parametrize("which", ["tiny", "tiny_mirror"])
