@@ -126,7 +126,7 @@ class Client:
             if response.status != 200:
                 self._refused(response.status, response.read())
             elif self._ask.stream:
-                self._read_events(iter(response.readline, b""))
+                self._read_events(_lines(response))
             else:
                 self._read_whole(json.loads(response.read()))
         finally:
@@ -209,6 +209,14 @@ class Client:
             self._broke(error.details() or "")
         else:
             self._ended(code=error.code().name, message=error.details() or "")
+
+
+def _lines(response: http.client.HTTPResponse) -> Iterator[bytes]:
+    """Raises IncompleteRead where the connection ends before the body: ``readline`` takes that for its end."""
+    rest = b""
+    while data := response.read1(65_536):
+        *lines, rest = (rest + data).split(b"\n")
+        yield from lines
 
 
 def _connect(connection: http.client.HTTPConnection, gone: Callable[[], bool]) -> None:

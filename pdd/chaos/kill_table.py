@@ -22,7 +22,7 @@ from pdd.chaos.plan import ChaosFault, Moment
 from pdd.chaos.run import REQUEST_LIMIT_S, Rig
 from pdd.chaos.states import STATES, NotReachedError, State, StateDriver
 from pdd.chaos.traffic import Ask
-from pdd.chaos.watch import ledger
+from pdd.chaos.watch import kv_bytes_per_token, ledger
 from pdd.faults import LinkOrder
 from pddbridge.rpc.gen import worker_pb2
 
@@ -58,6 +58,7 @@ class CellBench:
         self._frozen: list[int] = []
         self._slow = False
         self.outcome: Outcome = self._client.outcome
+        self.kv_bytes_per_token = kv_bytes_per_token(self._addresses["main-0"])
 
     def freeze(self, worker: str) -> None:
         pid = self._rig.deployment.processes[worker].pid

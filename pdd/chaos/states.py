@@ -26,6 +26,7 @@ class Bench(Protocol):
     """What a state is driven with. ``frozen`` processes are thawed, and the link is at full speed again, when the victim has died."""
 
     outcome: Outcome
+    kv_bytes_per_token: int
 
     def freeze(self, worker: str) -> None: ...
     def slow_down(self, rate_mbit_s: float) -> None: ...
@@ -129,7 +130,8 @@ def _frozen_at_handoff(bench: Bench, tokens: int) -> None:
     """Main has its KV and is stopped before the handoff, which then lasts as long as it is."""
     main = _Counts(bench, "main-0")
     bench.ask()
-    until(lambda: main.grew("kv_bytes_received") > 0 and bench.ledger("main-0").num_incoming_transfers == 0, "main has its KV")
+    due = (_PROMPT_TOKENS - 1) * bench.kv_bytes_per_token
+    until(lambda: main.grew("kv_bytes_received") >= due, "main has its KV")
     bench.freeze("main-0")
     if len(bench.outcome.ids) >= _HANDOFF_AT:
         raise NotReachedError("the handoff has begun already")

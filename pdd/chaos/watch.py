@@ -72,6 +72,12 @@ def ledger(address: str) -> worker_pb2.LedgerReply:
         return worker_pb2_grpc.WorkerStub(channel).Ledger(worker_pb2.LedgerRequest(), timeout=_ASK_TIMEOUT_S)
 
 
+def kv_bytes_per_token(address: str) -> int:
+    """As stored. Raises grpc.RpcError."""
+    with grpc.insecure_channel(address) as channel:
+        return int(worker_pb2_grpc.WorkerStub(channel).Info(worker_pb2.InfoRequest(), timeout=_ASK_TIMEOUT_S).kv_bytes_per_token)
+
+
 @dataclass(frozen=True)
 class Idle:
     """``after_s`` until nothing was held any more; None when it still was at the end of the wait: ``held`` then says what, and
