@@ -79,7 +79,7 @@ async def test_chat(doors: Doors) -> None:
 
 
 async def test_every_sampling_field_arrives(doors: Doors) -> None:
-    override = inference_pb2.PipelineOverride(pipeline="relay", handoff="catch_up", handoff_at=0)
+    override = inference_pb2.PipelineOverride(pipeline="relay", handoff="overlap", handoff_at=0)
     await answers(
         doors,
         Ask(
@@ -109,7 +109,7 @@ async def test_every_sampling_field_arrives(doors: Doors) -> None:
     assert [sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty] == pytest.approx([1.3, 0.2, -0.3])
     assert sampling.logit_bias == ((5, pytest.approx(1.1)),)
     assert (request.stop_strings, sampling.stop_token_ids, sampling.ignore_eos) == (("end",), {7}, True)
-    assert (request.override.pipeline, request.override.handoff, request.override.handoff_at) == ("relay", "catch_up", 0)
+    assert (request.override.pipeline, request.override.handoff, request.override.handoff_at) == ("relay", "overlap", 0)
     assert sampling.eos_token_ids == doors.coordinator.text.eos_token_ids
 
 
@@ -160,7 +160,7 @@ async def test_logprobs(doors: Doors) -> None:
         (Ask(text="x", timeout_s=NAN), "timeout_s"),
         (Ask(text="x", timeout_s=0), "timeout_s"),
         (Ask(text="x", override=inference_pb2.PipelineOverride(pipeline="remote")), "override.pipeline"),
-        (Ask(text="x", override=inference_pb2.PipelineOverride(handoff="overlap")), "override.handoff"),
+        (Ask(text="x", override=inference_pb2.PipelineOverride(handoff="sideways")), "override.handoff"),
         (Ask(text="x", override=inference_pb2.PipelineOverride(handoff_at=2**31)), "handoff_at"),
     ],
     ids=lambda value: str(value).replace("\n", " ")[:60],

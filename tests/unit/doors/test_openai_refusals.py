@@ -97,7 +97,7 @@ BAD_NUMBERS = {
     "cache_salt": ["", "x" * 257, 5],
     "stream": ["yes", 1],
     "model": [5],
-    "pdd": [{"report": True}, {"pipeline": "remote"}, {"handoff": "overlap"}, {"handoff_at": 1.5}, True],
+    "pdd": [{"report": True}, {"pipeline": "remote"}, {"handoff": "sideways"}, {"handoff_at": 1.5}, True],
 }
 
 
