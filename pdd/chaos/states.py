@@ -158,8 +158,8 @@ def _finishing(bench: Bench) -> None:
 
 _HANDOFF_AT: Final = 350
 STATES: Final = (
-    StateDriver("queued", _queued, 300, "relay"),
-    StateDriver("prefilling", _prefilling, 300, "relay"),
+    StateDriver("queued", _queued, 470, "relay"),
+    StateDriver("prefilling", _prefilling, 470, "relay"),
     StateDriver("awaiting_kv", _awaiting_kv, 120, "direct"),
     StateDriver("relaying", _relaying, 300, "relay"),
     StateDriver("catching_up", _catching_up, 470, "relay", "catch_up", 440),
