@@ -39,7 +39,6 @@ class Designed:
         return None
 
 
-_ENDED: Final = Designed("has its answer", unnoticed=False)
 _ERROR: Final = Designed("ends with an error, workers let go", ends=("error", "broken"))
 _RELAY_GOES_ON: Final = Designed("relay goes on", rest_by="relay")
 _MAIN_GOES_ON: Final = Designed("main goes on from the log", rest_by="main")

@@ -13,8 +13,8 @@ End = Literal["finished", "error", "broken", "cancelled", "silent", "hung"]
 @dataclass
 class Outcome:
     """Times are monotonic. ``arrivals``: (time, tokens so far) · ``code``: of an error, as pdd.errors.Code names it; the HTTP status where
-    the body named none · ``num_ends``: finish reasons and errors that came, which must be one · ``usage_tokens``: completion tokens that
-    the service counted · ``complete``: the body ended in order ([DONE], or the status of a call).
+    the body named none · ``num_ends``: finish reasons and errors that came, and a break after one of them: must be one · ``usage_tokens``:
+    completion tokens that the service counted.
     """
 
     number: int
@@ -24,7 +24,6 @@ class Outcome:
     ids: list[int] = field(default_factory=list)
     origins: list[str] = field(default_factory=list)
     text: str = ""
-    has_ids: bool = True
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     finish_reason: str | None = None
     code: str | None = None
