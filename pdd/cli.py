@@ -76,6 +76,22 @@ def pull(model: Annotated[str, typer.Argument(help="smollm2-135m, or org/name on
 
 
 @app.command()
+def profile(
+    config: ConfigArgument, out: Annotated[Path, typer.Option("--out", callback=writable, help="config for pdd sim (YAML)")]
+) -> None:
+    """Measure the engines of CONFIG in short runs and write the simulator's config for it."""
+    from pdd.bench.engine_subject import ChildError
+    from pdd.bench.profile import profile as measure
+    from pdd.bench.profile import save
+
+    console = Console(highlight=False)
+    try:
+        save(measure(load(config), cache_dir(), console.print), out)
+    except (ValueError, OSError, ChildError) as error:
+        raise fail(error) from error
+
+
+@app.command()
 def check(config: ConfigArgument) -> None:
     """Validate a launch config and the models it names; print what would be started."""
     from pdd.models import resolve

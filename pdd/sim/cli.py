@@ -25,6 +25,7 @@ def sim(
     seed: Annotated[int, typer.Option(help="of the traffic")] = 0,
     slo_ttft_s: Annotated[float | None, typer.Option(help="what a good request keeps")] = None,
     slo_tpot_s: Annotated[float | None, typer.Option(help="what a good request keeps")] = None,
+    against: Annotated[Path | None, typer.Option(help="JSON of pdd bench ttft --mix: how far off is each figure")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", callback=writable, help="write the report here")] = None,
     plot_file: Annotated[
         Path | None, typer.Option("--plot", callback=writable, help="relay load and hit rates over time (PNG or SVG)")
@@ -68,6 +69,13 @@ def sim(
         shares = (f"{found['relay_share']:.1%}", f"{found['link_use']:.0%}")
         table.add_row(name, *cells, f"{found['requests_per_s']:.3g}", *shares, hits, str(found["pipelines"]))
     console.print(table)
+    if against is not None:
+        from pdd.sim.against import errors, show_errors
+
+        try:
+            show_errors(errors(figures, json.loads(against.read_text(encoding="utf-8"))), console)
+        except (OSError, ValueError, KeyError) as error:
+            raise fail(f"{against}: {error}", 2) from error
     console.print(f"{len(subjects) * traffic.num_requests / max(took_s, 1e-9):,.0f} requests simulated per second of CPU")
     if json_file is not None:
         samples = {name: [asdict(sample) for sample in report.samples] for name, report in reports.items()}

@@ -11,6 +11,7 @@ import simpy
 import yaml
 from pydantic import Field, TypeAdapter, ValidationError
 
+from pdd.bench.mix import SkewedMix, skewed
 from pdd.sim.cache import Prompt
 from pdd.sim.system import Outcome, Request, System
 from pdd.strict_model import StrictModel
@@ -69,7 +70,18 @@ class Sessions(StrictModel):
     max_context_tokens: Count
 
 
-Workload = StatedHits | Sessions
+class Skewed(StrictModel):
+    """The mix of `pdd bench ttft --mix skewed`, request by request: with the same seed and vocabulary the same arrivals and lengths. Both
+    caches hold the primers when it begins.
+    """
+
+    kind: Literal["skewed"]
+    num_requests: Count = SkewedMix.num_requests
+    rate_per_s: Positive = SkewedMix.rate_per_s
+    vocab_size: Count = 49_152
+
+
+Workload = StatedHits | Sessions | Skewed
 _WORKLOAD: TypeAdapter[Workload] = TypeAdapter(Annotated[Workload, Field(discriminator="kind")])
 
 
@@ -86,6 +98,8 @@ def load_workload(path: Path) -> Workload:
 
 def drive(system: System, workload: Workload, seed: int, ended: Callable[[Outcome], None]) -> simpy.Process:
     """A process that ends when all requests were submitted."""
+    if isinstance(workload, Skewed):
+        return system.env.process(_skewed(system, workload, seed, ended))
     if isinstance(workload, StatedHits):
         return system.env.process(_stated(system, workload, np.random.default_rng(seed), ended))
     return system.env.process(_sessions(system, workload, seed, ended))
@@ -136,6 +150,21 @@ def _session(
         yield system.submit(Request("t", prompt, output, 4 * output, answer=answered), ended)
         context += output
         yield system.env.timeout(float(rng.lognormal(np.log(workload.wait_s.median), workload.wait_s.sigma)))
+
+
+def _skewed(system: System, workload: Skewed, seed: int, ended: Callable[[Outcome], None]) -> Steps:
+    mix = skewed(SkewedMix(workload.num_requests, workload.rate_per_s), workload.vocab_size, seed)
+    keys = {primer: number for number, primer in enumerate(mix.primers)}
+    for primer, key in keys.items():
+        for worker in (*system.prefill.workers, *system.main.workers):
+            worker.cache.put(((key, len(primer)),))
+    for number, request in enumerate(mix.requests):
+        yield system.env.timeout(request.arrival_s - system.env.now)
+        hit = request.prompt_ids[: request.hit_tokens]
+        known = next((key for primer, key in keys.items() if hit and primer[: len(hit)] == hit), None)
+        parts = [] if known is None else [(known, len(hit))]
+        prompt = Prompt((*parts, (("own", number), request.miss_tokens)))
+        system.submit(Request("t", prompt, request.output_tokens, request.output_tokens), ended)
 
 
 def _exponential(rng: np.random.Generator, rate_per_s: float) -> Iterator[float]:

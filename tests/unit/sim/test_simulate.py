@@ -19,7 +19,7 @@ from pdd.sim.spec import LinkSpec, RoleSpec, SystemSpec
 from pdd.sim.workload import LogNormal, Sessions, StatedHits, load_workload
 
 _COST = EngineCost(prefill_s=0.0, prefill_token_s=1e-4, prefill_pair_s=0.0, step_s=0.02, row_s=1e-5, context_s=0.0, extend_token_s=1e-4)
-_SPEC = SystemSpec(
+SPEC = SystemSpec(
     prefill=RoleSpec(1, _COST, 8, 1_000_000, step_tokens=512),
     relay=RoleSpec(1, _COST, 16, 1_000_000),
     main=RoleSpec(1, _COST, 64, 1_000_000),
@@ -37,7 +37,7 @@ def _traffic(rate: float, num: int, **more: object) -> StatedHits:
 
 def test_waiting_for_prefill_is_that_of_an_m_d_1_queue() -> None:
     """Pollaczek-Khinchine: the mean wait of Poisson arrivals for a fixed service s at load r is r s / (2 (1 - r))."""
-    spec = replace(_SPEC, main=replace(_SPEC.main, max_rows=10_000), link=LinkSpec(1e15, 0.0), rule="direct")
+    spec = replace(SPEC, main=replace(SPEC.main, max_rows=10_000), link=LinkSpec(1e15, 0.0), rule="direct")
     service_s, load = 0.5, 0.7
     _, found = simulate(spec, _traffic(load / service_s, 6000, high_share=0, mean_hit=0, low_spread=0), seed=3)
     ttft = found["ttft_s"]
@@ -48,7 +48,7 @@ def test_waiting_for_prefill_is_that_of_an_m_d_1_queue() -> None:
 
 def test_every_token_is_made_once_and_every_missing_byte_crosses_once() -> None:
     traffic = _traffic(0.5, 400, high_share=0.7, mean_hit=0.8)
-    spec = replace(_SPEC, policy=PolicyConfig.model_validate({"background": {"max_transfers": 0}, "local": {"max_share": 0}}))
+    spec = replace(SPEC, policy=PolicyConfig.model_validate({"background": {"max_transfers": 0}, "local": {"max_share": 0}}))
     report, found = simulate(spec, traffic, seed=1)
     assert report.ttft.num == 400
     assert report.relay_tokens + report.main_tokens == 400 * 50
@@ -59,7 +59,7 @@ def test_every_token_is_made_once_and_every_missing_byte_crosses_once() -> None:
 def test_a_relay_hides_the_link() -> None:
     traffic = _traffic(0.4, 400, high_share=0.7, mean_hit=0.8)
     policy = PolicyConfig(direct_budget_s=0.1)
-    slow = replace(_SPEC, link=LinkSpec(rate_bytes_s=6e7, rtt_s=0.03), policy=policy)
+    slow = replace(SPEC, link=LinkSpec(rate_bytes_s=6e7, rtt_s=0.03), policy=policy)
     near = simulate(replace(slow, rule="direct", relay=None, link=LinkSpec(1e12, 0.0)), traffic, 0)[0]
     far = simulate(replace(slow, rule="direct", relay=None), traffic, 0)[0]
     pdd, found = simulate(slow, traffic, 0)
@@ -82,7 +82,7 @@ def test_what_is_kept_from_main_comes_back_as_load_on_the_relay() -> None:
         max_turns=20,
         max_context_tokens=60_000,
     )
-    slow = replace(_SPEC, link=LinkSpec(rate_bytes_s=2e8, rtt_s=0.03), relay=replace(_SPEC.prefill, max_rows=4))
+    slow = replace(SPEC, link=LinkSpec(rate_bytes_s=2e8, rtt_s=0.03), relay=replace(SPEC.prefill, max_rows=4))
     normal = simulate(slow, sessions, 0)[1]
     collapsed = simulate(replace(slow, rule="relay_to_end"), sessions, 0)[1]
     assert isinstance(normal["main_hit_rate"], float)
@@ -106,7 +106,7 @@ def test_equal_arguments_give_equal_bytes(tmp_path: Path) -> None:
 def test_memory_does_not_grow_with_requests() -> None:
     def peak(num: int) -> int:
         tracemalloc.start()
-        simulate(_SPEC, _traffic(2.0, num, high_share=0.8, mean_hit=0.9), 0)
+        simulate(SPEC, _traffic(2.0, num, high_share=0.8, mean_hit=0.9), 0)
         size = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         return size
