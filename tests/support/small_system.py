@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 
 from pdd.config import LaunchConfig
@@ -27,15 +27,17 @@ class SmallSystem:
 
 
 @contextlib.asynccontextmanager
-async def small_system(engines: dict[Role, FakeEngine], pipeline: str, flow: dict[str, object] | None = None) -> AsyncIterator[SmallSystem]:
-    """A worker per role of ``engines``; ``flow`` as in the launch config. On leaving, every ledger must be idle and the coordinators must
-    run nothing.
+async def small_system(
+    engines: dict[Role, FakeEngine], pipeline: str, flow: dict[str, object] | None = None, kv_ports: Mapping[Role, int] | None = None
+) -> AsyncIterator[SmallSystem]:
+    """A worker per role of ``engines``; ``flow`` as in the launch config; ``kv_ports``: where KV for a role is sent, if not to
+    its worker. On leaving, every ledger must be idle and the coordinators must run nothing.
     """
     async with contextlib.AsyncExitStack() as stack:
         workers: dict[Role, WorkerHarness] = {}
         for role, engine in engines.items():
             workers[role] = await stack.enter_async_context(WorkerHarness(f"{role}-0", _maker(engine), check_idle_within_s=5.0))
-        pool = await WorkerPool.connect(_topology(workers), "a", timeout_s=10.0)
+        pool = await WorkerPool.connect(_topology(workers, kv_ports or {}), "a", timeout_s=10.0)
         stack.push_async_callback(pool.close)
         config = _config(engines, pipeline, flow or {})
         both = [Coordinator(config, pool, None, Metrics()) for _ in range(2)]
@@ -49,10 +51,10 @@ def _maker(engine: FakeEngine) -> Callable[[], FakeEngine]:
     return lambda: engine
 
 
-def _topology(workers: dict[Role, WorkerHarness]) -> Topology:
+def _topology(workers: dict[Role, WorkerHarness], kv_ports: Mapping[Role, int]) -> Topology:
     places = []
     for role, worker in workers.items():
-        control, kv = Address("127.0.0.1", worker.port), Address("127.0.0.1", worker.kv_port)
+        control, kv = Address("127.0.0.1", worker.port), Address("127.0.0.1", kv_ports.get(role, worker.kv_port))
         routes = tuple(Route(site, control, kv) for site in ("a", "b"))
         places.append(WorkerPlace(worker.name, role, SITES[role], control, kv, routes))
     return Topology(tuple(places), Address("127.0.0.1", 1), Address("127.0.0.1", 2))
