@@ -149,7 +149,8 @@ class Coordinator:
             if error.code is Code.RESOURCE_EXHAUSTED and error.retry_after_s is None:
                 error.retry_after_s = self._admission.retry_after_s
             outcome = error.code.name.lower()
-            _log.warning("request %s ended with %s: %s", request.request_id, error.code.name, error)
+            usage = (len(request.prompt_ids), sum(timeline.tokens.values()))
+            _log.warning("request %s ended with %s: %s; prompt tokens %d, generated %d", request.request_id, error.code.name, error, *usage)
             raise
         except Exception as error:
             outcome = "internal"

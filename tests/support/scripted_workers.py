@@ -59,6 +59,7 @@ class Script:
     ``break_at``: the stream breaks (as when the process dies) instead of proposing this position; only the first time ·
     ``break_ingest``: it breaks when it is given tokens · ``wrong_at``: at this position it proposes a token for the position before ·
     ``differs_at``: at these positions it chooses another token than the others would ·
+    ``foreign_at``: at this position it proposes an id outside the vocabulary; only the first time ·
     ``push_fails``: what is pushed to it is refused · ``kv_event_gate``: holds its KvComplete, though the sender is acknowledged ·
     ``silent_at``: it owes this position and says nothing more · ``step_age_s``: what it says of its step thread · ``info_gate``: holds its
     answers of how it is, while streams go on · ``pushed_event_gate``: holds its Pushed, though the receiver has everything.
@@ -75,6 +76,7 @@ class Script:
     break_ingest: bool = False
     wrong_at: int | None = None
     differs_at: frozenset[int] = frozenset()
+    foreign_at: int | None = None
     ignore_seal: bool = False
     silent_at: int | None = None
     step_age_s: float = 0.0
@@ -194,6 +196,9 @@ class Row:
                 position = len(self.log)
                 if position in script.differs_at:
                     chosen = replace(chosen, token_id=10 + (chosen.token_id - 9) % 290)
+                if script.foreign_at == position:
+                    script.foreign_at = None
+                    chosen = replace(chosen, token_id=VOCAB_SIZE)
                 if script.wrong_at == position:
                     position -= 1
                 self.log.append(chosen.token_id)

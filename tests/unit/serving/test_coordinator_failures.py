@@ -261,6 +261,18 @@ async def test_a_token_that_contradicts_the_log_never_reaches_the_client(worker:
         assert fallbacks(coordinator)[f"{worker[:-2]}_lost"] >= 1
 
 
+@pytest.mark.parametrize("worker", ["relay-0", "main-0"])
+async def test_an_id_outside_the_vocabulary_never_reaches_the_client_nor_another_worker(worker: str) -> None:
+    """Case 78, on the way back: what a worker proposes is checked as what a client sends is."""
+    async with serving(hashed_token, scripts={worker: Script(foreign_at=5)}) as (cluster, coordinator):
+        request = make_request(handoff_at=8 if worker == "relay-0" else 3)
+        outcome = await collect(coordinator, request)
+        check(outcome, request)
+        assert fallbacks(coordinator) == {f"{worker[:-2]}_lost": 1}
+        told = [ids for other in cluster.workers for _, ids, _ in other.ingests] + [o.log_ids for w in cluster.workers for o in w.opens]
+        assert all(token_id < 300 for ids in told for token_id in ids)
+
+
 @pytest.mark.parametrize("code", [Code.INVALID_ARGUMENT, Code.RESOURCE_EXHAUSTED])
 @pytest.mark.parametrize("worker", ["main-0", "prefill-0"])
 async def test_a_refusal_of_the_request_itself_is_passed_on(worker: str, code: Code) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 
 import pytest
@@ -32,6 +33,10 @@ class Held:
 
         monkeypatch.setattr(KVTraffic, "_place", held)
 
+    async def aclose(self) -> None:
+        """Also where a test fails: else nothing could end."""
+        self.gate.set()
+
 
 @pytest.mark.parametrize("state", ["prefilling", "last chunk", "prefilled", "sent", "acknowledging", "pushed"])
 @pytest.mark.parametrize("how", ["cancel", "half_close"])
@@ -47,7 +52,11 @@ async def test_ending_the_sender_in_every_state_of_its_push_returns_all_pages(
             assert may_go_on.wait(10)
 
     held = Held(monkeypatch, is_open=state not in ("sent", "acknowledging"))
-    async with WorkerHarness("p", lambda: FakeEngine(before_step=stop)) as prefill, WorkerHarness("w", FakeEngine) as receiver:
+    async with (
+        WorkerHarness("p", lambda: FakeEngine(before_step=stop)) as prefill,
+        WorkerHarness("w", FakeEngine) as receiver,
+        contextlib.aclosing(held),
+    ):
         stream = receiver.attach().open("r", PROMPT, transfer=True)
         target = receiver.target((await stream.until("reserved")).reserved)
         sender = prefill.attach().open("r", PROMPT, decode=False, push_to=[target])
