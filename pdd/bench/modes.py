@@ -1,6 +1,7 @@
 """The three modes that are compared over the same worker processes: same-site split, cross-site split, PDD.
 
-A mode is a coordinator of its own over the shared workers: *same_site* reaches main decode without the emulated link and goes direct,
+A mode is a coordinator of its own over the shared workers: *same_site* reaches main decode without the emulated link (over TCP, as KV for
+another site takes nothing else; on one machine that is gigabytes per second) and goes direct,
 *cross_site* reaches it over the link and goes direct, *pdd* reaches it over the link with the config's policy. In every mode the first
 token comes from a decode worker.
 """
@@ -50,5 +51,5 @@ def _mode(mode: Mode, config: LaunchConfig, workers: Topology) -> tuple[LaunchCo
     doors = plan_topology(mode_config)
     places = workers.workers
     if mode == "same_site":
-        places = tuple(replace(p, routes=tuple(Route(r.from_site, p.control, p.kv, config.local_link) for r in p.routes)) for p in places)
+        places = tuple(replace(p, routes=tuple(Route(r.from_site, p.control, p.kv) for r in p.routes)) for p in places)
     return mode_config, Topology(places, doors.http, doors.grpc)

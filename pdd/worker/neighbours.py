@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Neighbours:
-    """``receivers``: where each receives, as seen from here · ``known``: roles by name · ``remote``: names of those at other sites ·
+    """``receivers``: where each receives: as seen from here, and where it listens itself, which a benchmark's yardstick takes · ``known``: roles by name · ``remote``: names of those at other sites ·
     ``rules``: of codecs, by receiver's address · ``shared``: links behind which there are several · ``link_tls``: with the identities that
     peers must prove, None for plaintext.
     """
@@ -37,7 +37,7 @@ class Neighbours:
         self._worker = worker
         self._file = topology_file
         self._read_at = self._version()
-        self.receivers: dict[str, tuple[str, int]] = _Live(self._look_again)
+        self.receivers: dict[str, tuple[tuple[str, int], ...]] = _Live(self._look_again)
         self.known: dict[str, Role] = _Live(self._look_again)
         self.remote: set[str] = set()
         self.rules: dict[Address, CodecRule] = {}
@@ -57,7 +57,9 @@ class Neighbours:
             if names and self.known:
                 logger.info("%s: %s", what, ", ".join(sorted(names)))
         routes = {place.name: route for place in topology.workers for route in place.routes if route.from_site == worker.site}
-        _become(self.receivers, {name: (route.kv.host, route.kv.port) for name, route in routes.items() if name != worker.name})
+        listens = {place.name: place.kv for place in topology.workers}
+        addresses = {name: (route.kv, listens[name]) for name, route in routes.items() if name != worker.name}
+        _become(self.receivers, {name: tuple((at.host, at.port) for at in dict.fromkeys(found)) for name, found in addresses.items()})
         _become(self.known, known)
         _become(self.rules, codec_rules(self._config, topology, worker.site))
         _become(self._behind, dict(shared_links(self._config, topology, worker.site).behind))

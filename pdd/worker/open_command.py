@@ -26,7 +26,7 @@ class Opening:
 
 
 # Where each worker of the topology receives, as seen from here; None: KV may be pushed anywhere.
-Receivers = Mapping[str, tuple[str, int]] | None
+Receivers = Mapping[str, tuple[tuple[str, int], ...]] | None
 
 
 def parse_open(message: worker_pb2.Open, vocab_size: int, max_context_tokens: int, receivers: Receivers, now: float) -> Opening:
@@ -89,8 +89,8 @@ def _parse_targets(message: worker_pb2.Open, receivers: Receivers) -> tuple[tupl
             raise ValueError(f"push_to[{index}].transfer_id: given 0, but tokens from {to.first_token} to {stop} are to be sent")
         if not (to.host and 0 < to.port < 65536):
             raise ValueError(f"push_to[{index}]: given host {to.host!r} port {to.port}, a host and a port from 1 to 65535 are needed")
-        if receivers is not None and receivers.get(to.target) != (to.host, to.port):
-            known = sorted(f"{name} at {host}:{port}" for name, (host, port) in receivers.items())
+        if receivers is not None and (to.host, to.port) not in receivers.get(to.target, ()):
+            known = sorted(f"{name} at {host}:{port}" for name, addresses in receivers.items() for host, port in addresses)
             raise ValueError(f"push_to[{index}]: given {to.target!r} at {to.host}:{to.port}, the topology has {known}")
         if (link := to.link or "tcp") not in LINK_CHOICES:
             raise ValueError(f"push_to[{index}].link: given {to.link!r}, allowed {list(LINK_CHOICES)}")

@@ -25,7 +25,7 @@ async def test_kv_is_pushed_only_where_the_topology_says_and_nobody_else_is_conn
     listener = await asyncio.start_server(meet, "127.0.0.1", 0)
     elsewhere = int(listener.sockets[0].getsockname()[1])
     async with WorkerHarness("main", FakeEngine, peers=("prefill",)) as main:
-        receivers = {"main": ("127.0.0.1", main.kv_port)}
+        receivers = {"main": (("127.0.0.1", main.kv_port),)}
         async with WorkerHarness("prefill", FakeEngine, receivers=receivers) as prefill:
             stream = main.attach().open("r", PROMPT, transfer=True, max_tokens=4)
             target = main.target((await stream.until("reserved")).reserved)

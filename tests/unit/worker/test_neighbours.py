@@ -31,7 +31,7 @@ def test_everything_follows_the_topology_in_place() -> None:
     seen.apply(replace(topology, workers=(*topology.workers, place)))
     near = place.route("a").kv
     assert near != place.kv, "over the emulated link"
-    assert receivers["main-1"] == (near.host, near.port)
+    assert receivers["main-1"] == ((near.host, near.port), (place.kv.host, place.kv.port))
     assert known["main-1"] == "main"
     assert remote == {"main-0", "main-1"}
     assert behind["main-1"] == behind["main-0"] in seen.shared.rules
@@ -49,7 +49,7 @@ def test_somebody_who_is_met_before_we_were_told_is_looked_up_in_the_operators_f
     place = plan_worker(config, config.workers[2].model_copy(update={"name": "main-1"}))
     replace(topology, workers=(*topology.workers, place)).save(file)
     near = place.route("a").kv
-    assert seen.receivers.get("main-1") == (near.host, near.port)
+    assert seen.receivers.get("main-1") == ((near.host, near.port), (place.kv.host, place.kv.port))
     assert "main-1" in seen.known
     assert seen.receivers.get("stranger") is None
     file.write_text("{")
@@ -59,14 +59,14 @@ def test_somebody_who_is_met_before_we_were_told_is_looked_up_in_the_operators_f
 
 async def test_a_worker_that_joins_becomes_a_legal_peer_and_one_that_leaves_stops_being_one() -> None:
     peers: dict[str, str] = {}
-    receivers: dict[str, tuple[str, int]] = {}
+    receivers: dict[str, tuple[tuple[str, int], ...]] = {}
     async with (
         WorkerHarness("main", FakeEngine, peers=peers) as main,
         WorkerHarness("prefill", FakeEngine, receivers=receivers) as prefill,
     ):
         for step in ("unknown", "joined", "left"):
             if step == "joined":
-                receivers["main"], peers["prefill"] = ("127.0.0.1", main.kv_port), "prefill"
+                receivers["main"], peers["prefill"] = (("127.0.0.1", main.kv_port),), "prefill"
             elif step == "left":
                 del receivers["main"]
             stream = main.attach().open(f"r-{step}", [*PROMPT, len(step)], transfer=True, max_tokens=4, tenant=step)
