@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 
 
 class Neighbours:
-    """``receivers``: where each receives: as seen from here, and where it listens itself, which a benchmark's yardstick takes · ``known``: roles by name · ``remote``: names of those at other sites ·
-    ``rules``: of codecs, by receiver's address · ``shared``: links behind which there are several · ``link_tls``: with the identities that
-    peers must prove, None for plaintext.
+    """``receivers``: where each receives, as seen from here, and where it listens itself, which a benchmark's yardstick takes · ``known``:
+    roles by name · ``remote``: names of those at other sites · ``rules``: of codecs, by receiver's address · ``shared``: links behind
+    which there are several · ``link_tls``: with the identities that peers must prove, None for plaintext.
     """
 
     def __init__(self, config: LaunchConfig, worker: WorkerConfig, topology: Topology, topology_file: Path | None = None) -> None:
