@@ -43,7 +43,9 @@ class WorkerHarness:
         codecs: CodecChoice | None = None,
         peers: Collection[str] | None = None,
         receivers: Receivers = None,
+        kv_port: int = 0,
     ) -> None:
+        self._kv_port = kv_port
         self._peers = peers
         self._receivers = receivers
         self.name = name
@@ -70,7 +72,7 @@ class WorkerHarness:
             await self._nixl.start()
         handshake = Handshake(PROTOCOL_VERSION, semantic, facts.kv_spec, self.service.epoch, self.name)
         self.traffic = KVTraffic(handshake, self.step_loop, self._nixl, self._codecs, self._peers)
-        self.kv_port = await self.traffic.start("127.0.0.1", 0)
+        self.kv_port = await self.traffic.start("127.0.0.1", self._kv_port)
         self.server = make_server()
         worker_pb2_grpc.add_WorkerServicer_to_server(self.service, self.server)
         self.port = bind(self.server, "127.0.0.1", 0)

@@ -1,16 +1,18 @@
-"""Faults that users of such systems reported, at two workers and the link between them: cases 24, 35 and 118."""
+"""Faults that users of such systems reported, at two workers and the link between them: cases 24, 31, 35 and 118."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+from contextlib import AsyncExitStack
 
 import pytest
 
 from pddbridge.engine import Step
 from pddbridge.kv_spec import TokenRange
 from pddbridge.links.tcp import PROTOCOL_VERSION, Handshake, KVSender, TransferFailed
-from tests.support.fake_engine import KV_SPEC, FakeEngine
+from tests.support.fake_engine import KV_SPEC, FakeEngine, expected_log
 from tests.support.kv import blocks_of, random_planes
 from tests.support.worker_harness import WorkerHarness
 
@@ -54,6 +56,42 @@ async def test_case_24_pages_that_await_kv_come_back_though_prefill_is_gone(clie
         assert (await main.assert_idle()).late_frames_dropped > before
         await late.close()
         await sender.close()
+
+
+async def test_case_31_a_main_that_restarts_on_its_port_is_served_by_the_same_prefill() -> None:
+    """What was under way fails at once, naming main; the next request's KV goes to the new process within seconds."""
+    reached, may_go_on = threading.Event(), threading.Event()
+
+    def stop(step: Step) -> None:
+        if step.context_lens[0] == 32:
+            reached.set()
+            assert may_go_on.wait(10)
+
+    async with WorkerHarness("prefill", lambda: FakeEngine(before_step=stop)) as prefill:
+        async with AsyncExitStack() as life:
+            first = WorkerHarness("main", FakeEngine)
+            await first.__aenter__()
+            life.push_async_callback(first.__aexit__, RuntimeError, RuntimeError("killed"), None)  # nobody asks whether it is idle
+            life.push_async_callback(first.traffic.close)  # before anybody can be told: sockets close, nobody says goodbye
+            stream = first.attach().open("r", PROMPT, transfer=True)
+            target = first.target((await stream.until("reserved")).reserved)
+            sender = prefill.attach().open("r", PROMPT, decode=False, push_to=[target])
+            assert await asyncio.to_thread(reached.wait, 10)
+        async with WorkerHarness("main", FakeEngine, kv_port=first.kv_port) as second, asyncio.timeout(5):
+            assert second.service.epoch != first.service.epoch
+            may_go_on.set()
+            failed = (await sender.until_failed()).failed
+            assert (failed.target, failed.code) == ("main", "UNAVAILABLE")
+            await sender.half_close()
+            await prefill.assert_idle()
+            stream = second.attach().open("r", PROMPT, transfer=True)
+            target = second.target((await stream.until("reserved")).reserved)
+            sender = prefill.attach().open("r", PROMPT, decode=False, push_to=[target])
+            await sender.until("pushed")
+            assert await stream.tokens(8) == expected_log(PROMPT, 8)
+            for end in (sender, stream):
+                await end.half_close()
+            assert (await second.assert_idle()).computed_prompt_tokens == 0
 
 
 async def test_case_35_prefill_that_raises_after_two_chunks_ends_the_receiver_at_once() -> None:
