@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from itertools import count
 from pathlib import Path
 
 import httpx
@@ -63,9 +64,14 @@ def test_a_killed_worker_is_started_again_while_the_service_goes_on(victim: str,
         assert supervisor.react(ended)
         assert "SIGKILL" in said[0]
         wait_until(True, deployment, within_s=60)
-        (again,) = complete_all(deployment.http_url, [{**body, "cache_salt": "again"}])
-        assert again.ids == expected
-        assert again.origins == ["relay"] * 100 + ["main"] * 100
+        # A relay that was done before it was killed is missed at the next look at it, so the first may come without one.
+        deadline_s = time.monotonic() + 30
+        for number in count():
+            (again,) = complete_all(deployment.http_url, [{**body, "cache_salt": f"again-{number}"}])
+            assert again.ids == expected
+            if again.origins == ["relay"] * 100 + ["main"] * 100:
+                break
+            assert time.monotonic() < deadline_s, f"{victim} is not used again: {again.origins.count('relay')} tokens by the relay"
         assert again.number("fallbacks") == 0
         assert_idle(deployment)
 
