@@ -164,22 +164,22 @@ def test_rows_of_one_batch_do_not_disturb_each_other(tiny: Running):
     assert [answer.ids for answer in answers] == expected
 
 
-def test_natural_handoff_equals_too(tiny: Running):
-    """No forced position: the handoff falls where the link puts it. One-shot: the relay of a tiny model wins every race of an overlap."""
+@pytest.mark.parametrize("mode", ["one_shot", "auto"])
+def test_natural_handoff_equals_too(tiny: Running, mode: str):
+    """No forced position: the handoff falls where the link puts it."""
     prompts = [prompt_of(length, seed=11) for length in (60, 90, 120)]
     params = SamplingParams(seed=3, max_tokens=300, temperature=0.0, ignore_eos=True)
     expected = single_engine_runs(worker_address(tiny.deployment, "main-0"), [(prompt, params) for prompt in prompts])
-    bodies = [
-        {**body_of(tiny.model, p, params, pipeline="relay", handoff="one_shot"), "cache_salt": f"natural-{i}"}
-        for i, p in enumerate(prompts)
-    ]
+    course = {"pipeline": "relay", **({} if mode == "auto" else {"handoff": mode})}
+    bodies = [{**body_of(tiny.model, p, params, **course), "cache_salt": f"natural-{mode}-{i}"} for i, p in enumerate(prompts)]
     for prompt, want, answer in zip(prompts, expected, complete_all(tiny.url, bodies), strict=True):
         assert answer.ids == want
         assert answer.number("wan_kv_tokens") == len(prompt) - 1
         assert answer.number("main_prefill_tokens") == 0
         # Where it falls is the machine's affair; that main had its part is not, or nothing was handed over.
         assert answer.origins == sorted(answer.origins, reverse=True), "relay first, then main, never back"
-        assert answer.origins[-1] == "main"
+        if mode == "one_shot":  # by itself an overlap is chosen, and the relay of a tiny model may win every race of it
+            assert answer.origins[-1] == "main"
 
 
 def test_tiny_model_equals_transformers(tiny: Running, tiny_model: Path):
