@@ -56,7 +56,8 @@ class SurvivalConfig(StrictModel):
     worker gets no new request · ``lost_after_s``: without any answer for so long, what a worker holds is lost · ``stuck_after_s``: a turn
     of its step thread that takes this long means it hangs, however well its event loop answers · ``silent_after_s``: a request that owes
     tokens and has not sent one for so long is lost on that worker alone · ``exit_after_s``: a worker whose step thread is stuck for so long
-    ends itself · ``max_attempts``: workers that one request may be opened on, over its life.
+    ends itself · ``max_attempts``: workers that one request may be opened on, over its life ·
+    ``return_wait_s``: how long a request that nobody is left for waits for a worker to come back.
 
     ``lease_s``: a registered worker that did not renew for so long is lost · ``drain_timeout_s``: how long requests of a worker that
     drains may go on before they are moved to another.
@@ -72,6 +73,7 @@ class SurvivalConfig(StrictModel):
     silent_after_s: Seconds = 60.0
     exit_after_s: Seconds = 120.0
     max_attempts: Annotated[int, Field(ge=2)] = 12
+    return_wait_s: Annotated[float, Field(ge=0, le=86_400)] = 10.0
     lease_s: Seconds = 10.0
     drain_timeout_s: Seconds = 60.0
     admin_host: str = "127.0.0.1"

@@ -5,10 +5,15 @@ Whoever is lost, the request goes on from its log or ends with a PddError, never
 
 from __future__ import annotations
 
+import asyncio
+import time
+from contextlib import suppress
+
 from pdd.errors import Code, PddError
 from pdd.policy.failover import FailoverSnapshot, HolderState, plan_failover
 from pdd.serving.holders import Attach, Holder
 from pdd.serving.local_run import RELAY_LOST, end_local
+from pdd.serving.pooled_worker import PooledWorker
 from pdd.serving.request_parts import RequestParts
 from pdd.serving.reservation import REQUEST_ERRORS
 from pdd.serving.worker_events import Failed
@@ -19,7 +24,35 @@ class FailoverRun:
 
     def __init__(self, parts: RequestParts) -> None:
         self._parts = parts
-        self._recomputed_on: frozenset[str] = frozenset()
+        self._recomputed_on: frozenset[tuple[str, int]] = frozenset()  # names and epochs
+        self._stranded: str | None = None
+
+    @property
+    def stranded(self) -> bool:
+        """Nobody is left to go on, and somebody may come back: :meth:`outlast`."""
+        return self._stranded is not None
+
+    async def outlast(self) -> None:
+        """Wait until a worker that was lost is there again, and go on there from the log. Raises PddError: UNAVAILABLE when none was within
+        ``survival.return_wait_s``, DEADLINE_EXCEEDED at the request's deadline.
+        """
+        parts = self._parts
+        cause, self._stranded = self._stranded or "", None
+        survival = parts.context.config.survival
+        wait_s = survival.return_wait_s
+        until = time.monotonic() + min(wait_s, parts.holders.remaining_s)
+        returns = parts.context.metrics.returns
+        while (worker := self._next_worker(behind_relay=False)) is None:
+            parts.holders.check_deadline()
+            if (left_s := until - time.monotonic()) <= 0:
+                returns.labels("none").inc()
+                message = f"cannot go on after {len(parts.acceptor.log)} tokens, and nobody came back within {wait_s:g} s: {cause}"
+                raise PddError(Code.UNAVAILABLE, message)
+            with suppress(TimeoutError):  # one that was kept from requests for its failures is not announced
+                async with asyncio.timeout(min(left_s, survival.watch_interval_s)):
+                    await parts.context.pool.next_return()
+        returns.labels("back").inc()
+        self._recompute_on(worker, behind_relay=False)
 
     def relay_stalled(self) -> None:
         if self._parts.relay is not None:
@@ -98,33 +131,51 @@ class FailoverRun:
 
     def recompute(self, behind_relay: bool, cause: str) -> None:
         """Attach a worker anew in main's part; it computes the prompt's KV itself. ``behind_relay``: the relay goes on and hands over
-        later, or goes on to the end if nobody can recompute. Raises PddError UNAVAILABLE when nobody is left. Each worker is tried once,
-        and one that has failed this request only where there is no other.
+        later, or goes on to the end if nobody can recompute. Where nobody is left, it is ``stranded`` if somebody may come back; otherwise
+        raises PddError UNAVAILABLE. Each worker process is tried once, and one that has failed this request only where there is no other.
         """
         parts = self._parts
-        excluded = self._recomputed_on
-        pool = parts.context.pool
-        failed_on = parts.holders.failed_on
-        worker = pool.route("main", excluded | failed_on, request=parts.request) or pool.route("main", excluded, request=parts.request)
+        worker = self._next_worker(behind_relay) if parts.context.config.policy.fallback_recompute else None
+        if worker is not None:
+            self._recompute_on(worker, behind_relay)
+        elif not behind_relay:
+            if not (parts.context.config.policy.fallback_recompute and parts.context.pool.may_return("main", "relay")):
+                raise PddError(Code.UNAVAILABLE, f"cannot go on after {len(parts.acceptor.log)} tokens: {cause}")
+            self._let_go()
+            self._stranded = cause
+
+    def _next_worker(self, behind_relay: bool) -> PooledWorker | None:
+        parts = self._parts
+        pool, failed_on = parts.context.pool, parts.holders.failed_on
+        tried = frozenset(worker.name for worker in pool.workers if (worker.name, worker.info.epoch) in self._recomputed_on)
+        worker = pool.route("main", tried | failed_on, request=parts.request) or pool.route("main", tried, request=parts.request)
         if worker is None and not behind_relay:
-            worker = pool.route("relay", excluded, request=parts.request)
-        if worker is None or not parts.context.config.policy.fallback_recompute:
-            if behind_relay:
-                return
-            raise PddError(Code.UNAVAILABLE, f"cannot go on after {len(parts.acceptor.log)} tokens: {cause}")
-        self._recomputed_on = excluded | {worker.name}
-        useless = [parts.main] if behind_relay else [parts.main, parts.relay, None if parts.prefill is None else parts.prefill.holder]
-        for holder in useless:
-            if holder is not None:
-                parts.holders.drop(holder)
+            worker = pool.route("relay", tried, request=parts.request)
+        return worker
+
+    def _recompute_on(self, worker: PooledWorker, behind_relay: bool) -> None:
+        parts = self._parts
+        self._recomputed_on |= {(worker.name, worker.info.epoch)}
         log_ids: tuple[int, ...] = ()
-        parts.handoff.main_reset()
-        if not behind_relay:
-            parts.relay = parts.prefill = parts.local_limit = None
+        if behind_relay:
+            if parts.main is not None:
+                parts.holders.drop(parts.main)
+            parts.handoff.main_reset()
+        else:
+            self._let_go()
             log_ids = tuple(parts.acceptor.log.ids)
-            parts.handoff.relay_gone()
             parts.handoff.main_opened_with(log_ids)
         parts.main = parts.holders.open(worker, Attach("main", computes=True, decode=not behind_relay, log_ids=log_ids))
+
+    def _let_go(self) -> None:
+        """Of everybody: who goes on begins anew from the log."""
+        parts = self._parts
+        for holder in (parts.main, parts.relay, None if parts.prefill is None else parts.prefill.holder):
+            if holder is not None:
+                parts.holders.drop(holder)
+        parts.main = parts.relay = parts.prefill = parts.local_limit = None
+        parts.handoff.main_reset()
+        parts.handoff.relay_gone()
 
 
 def _state(holder: Holder | None) -> HolderState:

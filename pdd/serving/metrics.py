@@ -48,6 +48,7 @@ class Metrics:
         self.overlaps = Counter("pdd:handoff_overlap", "Overlaps of relay and main decode, by how they ended", ["end"], registry=r)
         self.handoff_rewinds = Counter("pdd:handoff_rewinds", "Times main was rewound to a log it had left", registry=r)
         self.fallbacks = Counter("pdd:fallbacks", "Departures from the planned path", ["reason"], registry=r)
+        self.returns = Counter("pdd:waits_for_return", "Requests that waited for any worker to come back", ["outcome"], registry=r)
         self.requests = Counter("pdd:requests", "Requests ended: stop, length, cancelled or an error code", ["outcome"], registry=r)
         self.stalled_clients = Counter("pdd:stalled_clients", "Clients cut off for taking nothing of their answer", ["door"], registry=r)
         self.loop_lag_s = Histogram("pdd:event_loop_lag_seconds", "How late a timer woke", buckets=BOUNDS_S, registry=r)

@@ -62,6 +62,8 @@ class RequestRun:
             for holder, event in await self._begin.run():
                 self._on_event(holder, event)
             while parts.acceptor.finish_reason is None:
+                if self._failover.stranded:
+                    await self._failover.outlast()
                 item = await parts.holders.next(parts.handoff.seal_deadline)
                 if item is None:
                     self._failover.relay_stalled()

@@ -66,6 +66,7 @@ class WorkerPool:
         self._prefixes = PrefixMemory(routing.prefix_chunk_tokens, routing.max_prefixes)
         self._watchers = {worker.name: asyncio.create_task(self._watch(worker)) for worker in workers}
         self._expected: dict[str, asyncio.Task[None]] = {}
+        self._returned = asyncio.Event()
 
     @staticmethod
     async def connect(
@@ -144,6 +145,7 @@ class WorkerPool:
         self._workers[place.name] = worker
         self._watchers[place.name] = asyncio.create_task(self._watch(worker))
         _log.info("worker %s joins as %s at %s, epoch %d", place.name, place.role, place.site, worker.info.epoch)
+        self._tell_return()
         return worker
 
     def expect(self, place: WorkerPlace) -> None:
@@ -178,6 +180,19 @@ class WorkerPool:
             await asyncio.gather(watcher, return_exceptions=True)
         await worker.channel.close(grace=None)
         _log.info("worker %s has left", name)
+
+    def may_return(self, *roles: Role) -> bool:
+        """Whether a worker of ``roles`` is away now, or yet to join: it may be there again by itself."""
+        awaited = any(place.role in roles and place.name in self._expected for place in self.topology.workers)
+        return awaited or any(worker.place.role in roles and worker.status == "lost" for worker in self.workers)
+
+    async def next_return(self) -> None:
+        """Until a worker gets ready that was not."""
+        await self._returned.wait()
+
+    def _tell_return(self) -> None:
+        self._returned.set()
+        self._returned = asyncio.Event()
 
     # --- who takes a request
 
@@ -263,11 +278,14 @@ class WorkerPool:
             worker.told_at_s = time.monotonic()
             worker.lose("stuck", message)
             return
-        if not worker.ready:
+        was_ready = worker.ready
+        if not was_ready:
             _log.info("worker %s is ready again, epoch %d", worker.name, info.epoch)
         if info.epoch != worker.info.epoch:
             self._prefixes.forget(worker.name)
         worker.came_back(info)
+        if not was_ready:
+            self._tell_return()
 
 
 def check_fit(infos: list[worker_pb2.WorkerInfo]) -> None:
