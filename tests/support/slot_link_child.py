@@ -2,8 +2,8 @@
 ``python -m tests.support.slot_link_child send|lent|receive shm|nixl EPOCH [NIXL_PORT]``.
 
 send: pushes the whole of ``TOKENS`` to the receiver with EPOCH, then waits. lent: the same, its blocks made in slots that the link lends,
-one of which it never finishes. receive: listens under EPOCH, places ``PLACED_FIRST`` frames and then never returns from placing. Each
-prints one line when it is there; that of a receiver that listens ends with its NIXL port.
+one of which it never finishes. receive: listens under EPOCH, places ``PLACED_FIRST`` frames of whatever transfers and then
+never returns from placing. Each prints one line when it is there; that of a receiver that listens ends with its NIXL port.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PLANES = random_planes(SPEC, TOKENS.stop, seed=3)
 SENDER = Handshake(1, "f1", SPEC, 11, "prefill-1")
 PLACED_FIRST = 3
 CHUNK = 16
-TRANSFER_ID = 1
+TRANSFER_ID, LATER_IDS = 1, range(2, 10)
 
 
 async def start_agent(epoch: int) -> NixlAgent:
@@ -88,7 +88,8 @@ async def receive(link: str, epoch: int, _: int) -> None:
 
     handshake = replace(SENDER, epoch=epoch, name="main-1")
     server = KVServer(handshake, place, lambda *_: None, lambda *_: None)
-    server.expect(TRANSFER_ID, TOKENS)
+    for transfer_id in (TRANSFER_ID, *LATER_IDS):
+        server.expect(transfer_id, TOKENS)
     port = 0
     if link == "shm":
         shm = ShmServer(handshake, server.incoming)

@@ -31,7 +31,7 @@ from pddbridge.links.outgoing import OutgoingTransfer
 from pddbridge.links.slots import SLOT_BYTES, note_message
 from pddbridge.links.tcp import KVServer, TransferFailed, TransferReport
 from tests.support.kv import blocks_of, canary_pool, fill_slowly, same_pools
-from tests.support.slot_link_child import PLACED_FIRST, PLANES, SENDER, SPEC, TOKENS, TRANSFER_ID
+from tests.support.slot_link_child import LATER_IDS, PLACED_FIRST, PLANES, SENDER, SPEC, TOKENS, TRANSFER_ID
 
 pytest.importorskip("nixl_cu13", reason="the optional extra nixl is not installed")
 
@@ -123,7 +123,7 @@ def assert_exact(target: Target, tokens: TokenRange = TOKENS) -> None:
     assert same_pools(target.pool, expected)
 
 
-async def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+async def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.002)
@@ -144,7 +144,7 @@ async def child(role: str, epoch: int, port: int = 1) -> AsyncIterator[asyncio.s
 async def says(process: asyncio.subprocess.Process, word: str) -> list[str]:
     """Waits for a line that starts with ``word`` (NIXL prints there as well); the rest of it."""
     assert process.stdout is not None
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while line := (await process.stdout.readline()).decode().split():
             if line[0] == word:
                 return line[1:]
@@ -243,19 +243,27 @@ async def test_a_receiver_killed_half_way_fails_the_transfer() -> None:
 
 async def test_a_stopped_receiver_fails_the_transfer_within_its_deadline_and_goes_on_later() -> None:
     epoch = secrets.randbits(64)
-    async with sending(replace(FEW, stall_timeout_s=0.5)) as (sender, _), child("receive", epoch) as process:
+    async with sending(replace(FEW, stall_timeout_s=1.0)) as (sender, _), child("receive", epoch) as process:
         (port,) = await says(process, "listening")
         transfer = sender.open("127.0.0.1", int(port), epoch, TRANSFER_ID, TOKENS)
-        push_in_chunks(transfer, TokenRange(5, 6))  # two frames
-        await eventually(lambda: sender.counters.bytes_sent == SPEC.bytes_per_token)
+        await eventually(lambda: sender.connected(epoch))
         process.send_signal(signal.SIGSTOP)
-        push_in_chunks(transfer, TokenRange(6, 100), chunk=1)
-        async with asyncio.timeout(5):
+        push_in_chunks(transfer, chunk=1)
+        async with asyncio.timeout(10):
             with pytest.raises(TransferFailed) as caught:
                 await transfer.done()
         assert caught.value.code == "DEADLINE_EXCEEDED"
         process.send_signal(signal.SIGCONT)
-        await says(process, "placing")
+        # How many frames of the first are placed depends on whether they or the news of its end come first. On a machine that is busy
+        # enough, a later one may fail as the first did.
+        placing = asyncio.create_task(says(process, "placing"))
+        for transfer_id in LATER_IDS:
+            later = sender.open("127.0.0.1", int(port), epoch, transfer_id, TOKENS)
+            push_in_chunks(later, chunk=1)
+            await eventually(lambda later=later: placing.done() or later.ended)  # type: ignore[misc]
+            if placing.done():
+                break
+        await placing
 
 
 async def test_a_sender_killed_half_way_leaves_nothing_but_counted_memory() -> None:
