@@ -127,6 +127,7 @@ class SlotPeer:
         self._round_trip = RoundTrip()
         self._work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._wanted_since_s = self._loop.time()
 
     @property
     def num_live(self) -> int:
@@ -151,6 +152,8 @@ class SlotPeer:
         self._transfers = {key: known for key, known in self._transfers.items() if not known.ended}
         if transfer.transfer_id in self._transfers:
             raise ValueError(f"transfer_id: {transfer.transfer_id} is in use")
+        if not self._transfers:
+            self._wanted_since_s = self._loop.time()
         self._transfers[transfer.transfer_id] = transfer
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name=f"kv-slots-to-{self._epoch:x}")
@@ -209,7 +212,7 @@ class SlotPeer:
 
     async def _run(self) -> None:
         """One connection for ever: opened when there is work, used until it breaks, opened again."""
-        failures = 0
+        failures, failed_at_s = 0, self._loop.time()
         while True:
             # A break is looked into at once while transfers live, also if nothing is to be sent: the receiver may be gone.
             while not (self._turns or self.num_live):
@@ -224,10 +227,11 @@ class SlotPeer:
                 continue
             except (OSError, TimeoutError, WireError) as error:
                 end = ConnectionEnd(f"cannot connect: {error!r}", progressed=False, failed=True)
-            if end.progressed:
+            # What failed for earlier transfers is not held against those that began since.
+            if end.progressed or failed_at_s < self._wanted_since_s:
                 failures = 0
             if end.failed:
-                failures += 1
+                failures, failed_at_s = failures + 1, self._loop.time()
                 log.warning("kv slot sender: epoch %x: failure %d: %s", self._epoch, failures, end.why)
                 if failures >= self._settings.max_attempts:
                     self._fail_all(TransferFailed("UNAVAILABLE", f"failed {failures} times in a row, last: {end.why}"))

@@ -22,7 +22,7 @@ from pddbridge.kv_spec import HeadRange, KVSpec, LayerRange, TokenRange
 from pddbridge.kv_wire import Kind, encode_frame_header, frame_of, payload_view, sampled_crc32c
 from pddbridge.links import shm_io, tcp_io
 from pddbridge.links.schedule import Priority
-from pddbridge.links.shm import ShmServer, reachable
+from pddbridge.links.shm import ShmServer, SlotSettings, reachable
 from pddbridge.links.shm_arena import Arena, map_arena
 from pddbridge.links.slots import SLOT_BYTES, announce
 from pddbridge.links.tcp import KVSender, KVServer, TransferFailed
@@ -133,6 +133,37 @@ async def test_a_receiver_that_always_breaks_is_given_up() -> None:
         with pytest.raises(TransferFailed) as caught:
             await transfer.done()
         assert caught.value.code == "UNAVAILABLE"
+
+
+async def test_failures_before_a_transfer_are_not_held_against_it() -> None:
+    async def break_one(listener: socket.socket) -> None:
+        sock, _ = await asyncio.wait_for(asyncio.get_running_loop().sock_accept(listener), 10)
+        sock.close()
+
+    handshake = replace(SENDER, epoch=secrets.randbits(64), name="main-1")
+    placed = asyncio.Event()
+
+    async def place(_: int, block: KVBlock) -> None:
+        placed.set()
+
+    async with sending(SlotSettings(max_attempts=2, backoff_s=0.2)) as sender:
+        listener = shm_io.listen(handshake.epoch)
+        first = sender.open("127.0.0.1", 1, handshake.epoch, 1, TOKENS)
+        await break_one(listener)
+        await asyncio.sleep(0.02)  # the break has been seen, and the next try is due in a while
+        first.cancel()
+        second = sender.open("127.0.0.1", 1, handshake.epoch, 2, TOKENS)
+        push_in_chunks(second)
+        await break_one(listener)
+        listener.close()
+        server = KVServer(handshake, place, lambda *_: None, lambda *_: None)
+        server.expect(2, TOKENS)
+        shm = ShmServer(handshake, server.incoming)
+        shm.start()
+        await second.done()
+        assert placed.is_set()
+        await shm.close()
+        await server.close()
 
 
 async def test_a_slot_is_not_used_again_before_its_frame_was_answered() -> None:
