@@ -77,18 +77,63 @@ def pull(model: Annotated[str, typer.Argument(help="smollm2-135m, or org/name on
 
 @app.command()
 def profile(
-    config: ConfigArgument, out: Annotated[Path, typer.Option("--out", callback=writable, help="config for pdd sim (YAML)")]
+    config: ConfigArgument,
+    out: Annotated[Path, typer.Option("--out", callback=writable, help="config for pdd sim (YAML)")],
+    json_file: Annotated[Path | None, typer.Option("--json", callback=writable, help="write what it is fitted to here")] = None,
 ) -> None:
-    """Measure the engines of CONFIG in short runs and write the simulator's config for it."""
-    from pdd.bench.engine_subject import ChildError
+    """Launch CONFIG, measure it in short requests of some minutes and write the simulator's config for it."""
     from pdd.bench.profile import profile as measure
     from pdd.bench.profile import save
+    from pdd.launch.local import StartError
+    from pdd.launch.serve import end_on_signal
 
     console = Console(highlight=False)
+    end_on_signal()
     try:
-        save(measure(load(config), cache_dir(), console.print), out)
-    except (ValueError, OSError, ChildError) as error:
+        save(measure(load(config), cache_dir(), console, console.print, json_file), out)
+    except (ValueError, OSError, StartError) as error:
         raise fail(error) from error
+
+
+@app.command()
+def validate(
+    profiled: Annotated[Path, typer.Option("--profile", help="of CONFIG, by pdd profile")],
+    config: ConfigArgument = DEFAULT_CONFIG,
+    scenarios: Annotated[Path | None, typer.Option("--scenarios", help="what to run live and simulate (YAML)")] = None,
+    measured: Annotated[Path | None, typer.Option("--measured", help="JSON of an earlier run: simulate again, run nothing")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", callback=writable, help="write scenarios and figures here")] = None,
+) -> None:
+    """Scenarios through the live system and through the simulator. Exit status 1 when a figure is further off than allowed."""
+    from pdd.bench import validate as validation
+    from pdd.launch.ask import AskError
+    from pdd.launch.local import StartError
+    from pdd.launch.serve import end_on_signal
+    from pdd.sim.against import show_errors
+    from pdd.sim.config import load_sim_config
+
+    console = wide_console()
+    end_on_signal()
+    try:
+        spec = load_sim_config(profiled).spec()
+        if (scenarios is None) == (measured is None):
+            raise ValueError("either --scenarios or --measured must be given")
+        if measured is not None:
+            known = validation.load_measured(measured)
+        else:
+            assert scenarios is not None
+            launch, known = load(config), []
+            for scenario in validation.load_scenarios(scenarios):
+                console.print(f"scenario {scenario.name}")
+                known.append((scenario, validation.measure(launch, scenario, cache_dir(), console)))
+        compared = [validation.Compared(scenario, validation.predict(spec, scenario), live) for scenario, live in known]
+    except (ValueError, OSError, StartError, AskError) as error:
+        raise fail(error) from error
+    found = [error for one in compared for error in one.errors]
+    show_errors(found, console)
+    if json_file is not None:
+        validation.save(compared, json_file)
+    if not all(error.within for error in found):
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -1,56 +1,92 @@
-"""`pdd profile`: short runs of the engines of a launch config, and the simulator's config for it with costs fitted to them."""
+"""`pdd profile`: launch a config, measure it in short requests, and write the simulator's config for it with numbers fitted to them."""
 
 from __future__ import annotations
 
-import os
+import asyncio
+import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 import yaml
+from rich.console import Console
 
-from pdd.bench.engine_subject import Case, Child
-from pdd.config import LaunchConfig, WorkerConfig
+from pdd.bench.modes import Mode, own_ports, start_modes
+from pdd.bench.profile_probes import Prober
+from pdd.bench.serve.client import Target, client
+from pdd.config import EmulatedLink, LaunchConfig, WorkerConfig
+from pdd.launch.local import Deployment
+from pdd.launch.serve import StartProgress
 from pdd.models import resolve
+from pdd.roles import Role
 from pdd.sim.costs import EngineCost
-from pdd.sim.fit import DecodeRun, PrefillRun, fit_cost
+from pdd.sim.fit import (
+    Measured,
+    first_overhead,
+    fit_beside,
+    fit_decode,
+    fit_extend,
+    fit_link_overhead,
+    fit_prefill,
+    fit_slowdown,
+)
 from pddbridge.checkpoint import open_checkpoint
 from pddbridge.kv_spec import KVSpec
 
-_PROMPTS = (64, 256, 768, 1536)
-_DECODES = ((1, 200), (4, 200), (8, 200), (1, 1200), (4, 1200))
-_STEPS = 12
-_ROUNDS = 3
+_TIMEOUT_S = 120.0
 
 
-def profile(config: LaunchConfig, cache_dir: Path, told: Callable[[str], None]) -> dict[str, object]:
-    """A mapping that `pdd sim --config` reads. Each different engine of the config is measured alone, with its own threads; the median
-    of three rounds counts. Raises ChildError, ValueError.
-    """
-    model_dir = resolve(config.model, cache_dir)
-    spec = open_checkpoint(model_dir).spec
-    costs: dict[tuple[str, str, int], EngineCost] = {}
-    roles: dict[str, object] = {}
-    for role in ("prefill", "relay", "main"):
-        workers = [worker for worker in config.workers if worker.role == role]
-        if not workers:
-            continue
-        worker = workers[0]
-        kind = (worker.engine, worker.compute_dtype, worker.threads)
-        if kind not in costs:
-            told(f"measuring {worker.engine} in {worker.compute_dtype}, {worker.threads} threads")
-            costs[kind] = _measure(worker, config.kv_dtype, model_dir, cache_dir)
-        roles[role] = _role(worker, len(workers), costs[kind])
-    link = next((link.emulate for link in config.links if link.emulate is not None), None)
-    if link is None:
-        raise ValueError("links: none is emulated, so its rate is not known")
+def profile(
+    config: LaunchConfig, cache_dir: Path, console: Console, told: Callable[[str], None], json_file: Path | None = None
+) -> dict[str, object]:
+    """A mapping that `pdd sim --config` reads. ``json_file``: gets what it is fitted to. Raises StartError, ValueError."""
+    link = _link(config)
+    spec = open_checkpoint(resolve(config.model, cache_dir)).spec
+    with Deployment(own_ports(config), cache_dir) as deployment:
+        urls = start_modes(deployment, StartProgress(console))
+        has_relay = any(worker.role == "relay" for worker in config.workers)
+        measured = asyncio.run(_probe(urls, config.model, spec.vocab_size, has_relay, told))
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps(asdict(measured), indent=1) + "\n", encoding="utf-8")
+    kv_bytes = KVSpec.gqa(spec.num_layers, spec.num_kv_heads, spec.head_dim, config.kv_dtype).bytes_per_token
+    return sim_config(config, link, kv_bytes, measured)
+
+
+def sim_config(config: LaunchConfig, link: EmulatedLink, kv_bytes_per_token: int, measured: Measured) -> dict[str, object]:
+    """What was measured, fitted. The first worker of a role stands for all of it."""
+    workers = {role: found for role in ("prefill", "relay", "main") if (found := _workers(config, role))}
+    step_tokens = workers["prefill"][0].max_step_tokens
+    rtt_s, rate_bytes_s = link.rtt_ms / 1e3, link.rate_mbit_s * 1e6 / 8
+    base, token, pair = fit_prefill(measured.prefills, step_tokens)
+    costs = {"prefill": EngineCost(base, token, pair, base, 0.0, 0.0, token)}
+    extend = fit_extend(measured.extends) if measured.extends else token
+    for role in workers:
+        if role != "prefill":
+            alone = [run for run in measured.decodes if run.busy == (role,)]
+            costs[role] = EngineCost(base, token, pair, *fit_decode(alone), extend_token_s=extend)
+    main_s = first_overhead(measured.main_firsts_s, costs["main"].step)
+    share, link_s = fit_link_overhead(measured, costs["main"], main_s, rtt_s, rate_bytes_s, step_tokens)
+    overheads = {"main_s": main_s, "link_s": link_s}
+    if "relay" in workers:
+        overheads["relay_s"] = first_overhead(measured.relay_firsts_s, costs["relay"].step)
+    slowdown = fit_slowdown(measured, costs, step_tokens)
     return {
-        "kv_bytes_per_token": KVSpec.gqa(spec.num_layers, spec.num_kv_heads, spec.head_dim, config.kv_dtype).bytes_per_token,
-        **roles,
-        "link": {"rate_gbit_s": link.rate_mbit_s / 1e3, "rtt_ms": link.rtt_ms, "schedule": "shortest"},
+        "kv_bytes_per_token": kv_bytes_per_token,
+        **{role: _role(found[0], len(found), costs[role]) for role, found in workers.items()},
+        "link": {"rate_gbit_s": link.rate_mbit_s / 1e3, "rtt_ms": link.rtt_ms, "schedule": "shortest", "coded_share": _short(share)},
         "local_gbit_s": 10.0,
         "policy": config.policy.model_dump(mode="json"),
-        "host_cores": os.cpu_count(),
+        "host": {
+            "slowdown": [
+                {"busy": list(busy), "times": {role: _short(one) for role, one in times.items()}} for busy, times in slowdown.items()
+            ],
+            "beside": {
+                name: {role: _short(one) for role, one in times.items()}
+                for name, times in fit_beside(measured, costs, step_tokens, rtt_s).items()
+            },
+        },
+        "overheads": {name: _short(seconds) for name, seconds in overheads.items()},
     }
 
 
@@ -59,31 +95,33 @@ def save(found: dict[str, object], path: Path) -> None:
     path.write_text(yaml.safe_dump(found, sort_keys=False), encoding="utf-8")
 
 
+async def _probe(urls: dict[Mode, str], model: str, vocab_size: int, has_relay: bool, told: Callable[[str], None]) -> Measured:
+    path = "/v1/completions"
+    targets = {mode: Target(url.removesuffix(path), path, "openai", model, True) for mode, url in urls.items()}
+    async with client(targets["pdd"], _TIMEOUT_S) as http:
+        return await Prober(http, targets, vocab_size, has_relay).measure(told)
+
+
+def _link(config: LaunchConfig) -> EmulatedLink:
+    for link in config.links:
+        if link.emulate is not None:
+            return link.emulate
+    raise ValueError("links: none is emulated, so its rate is not known")
+
+
+def _workers(config: LaunchConfig, role: Role) -> list[WorkerConfig]:
+    return [worker for worker in config.workers if worker.role == role]
+
+
 def _role(worker: WorkerConfig, count: int, cost: EngineCost) -> dict[str, object]:
     return {
         "count": count,
-        "cost": {name: float(f"{value:.6g}") for name, value in asdict(cost).items()},
+        "cost": {name: _short(value) for name, value in asdict(cost).items()},
         "max_rows": worker.max_rows,
         "cache_tokens": worker.num_pages * worker.page_size,
-        "threads": worker.threads,
         "step_tokens": worker.max_step_tokens,
     }
 
 
-def _measure(worker: WorkerConfig, kv_dtype: str, model_dir: Path, cache_dir: Path) -> EngineCost:
-    sizes = ["--max-context", "2048", "--max-streams", str(max(rows for rows, _ in _DECODES))]
-    where = ["--model-dir", str(model_dir), "--cache-dir", str(cache_dir)]
-    dtypes = ["--dtype", worker.compute_dtype, "--kv-dtype", kv_dtype]
-    child = Child(worker.engine, ["--subject", worker.engine, *dtypes, *where, "--threads", str(worker.threads), *sizes])
-    try:
-        child.wait_ready()
-        prefills = [PrefillRun(tokens, _median(child, Case("prefill", 1, tokens, 1))) for tokens in _PROMPTS]
-        decodes = [DecodeRun(rows, context, _median(child, Case("decode", rows, context, _STEPS)) / _STEPS) for rows, context in _DECODES]
-    finally:
-        child.close()
-    return fit_cost(prefills, decodes)
-
-
-def _median(child: Child, case: Case) -> float:
-    child.seconds(case)  # warms caches and what is compiled for it
-    return sorted(child.seconds(case) for _ in range(_ROUNDS))[_ROUNDS // 2]
+def _short(value: float) -> float:
+    return float(f"{value:.6g}")

@@ -34,6 +34,7 @@ def sim(
     """Simulate a deployment with the live system's policies. Equal arguments give equal bytes of report."""
     from pdd.sim.config import load_sim_config
     from pdd.sim.run import Report, simulate
+    from pdd.sim.spec import SystemSpec, modes
     from pdd.sim.workload import load_workload
 
     console = wide_console()
@@ -44,14 +45,7 @@ def sim(
         raise fail(error, 2) from error
     if num_requests is not None:
         traffic = traffic.model_copy(update={"num_requests": num_requests})
-    subjects = {"pdd": spec}
-    if compare:
-        near = replace(spec.link, rate_bytes_s=spec.local_bytes_s, rtt_s=0.0, flow_bytes_s=None)
-        subjects = {
-            "same_site": replace(spec, rule="direct", relay=None, link=near),
-            "cross_site": replace(spec, rule="direct", relay=None),
-            **subjects,
-        }
+    subjects: dict[str, SystemSpec] = {str(mode): one for mode, one in modes(spec).items()} if compare else {"pdd": spec}
     if collapse:
         subjects["relay_to_end"] = replace(spec, rule="relay_to_end")
     figures: dict[str, dict[str, object]] = {}
@@ -70,10 +64,11 @@ def sim(
         table.add_row(name, *cells, f"{found['requests_per_s']:.3g}", *shares, hits, str(found["pipelines"]))
     console.print(table)
     if against is not None:
-        from pdd.sim.against import errors, show_errors
+        from pdd.sim.against import errors, live_figures, show_errors
 
         try:
-            show_errors(errors(figures, json.loads(against.read_text(encoding="utf-8"))), console)
+            live = {mode: live_figures(found) for mode, found in json.loads(against.read_text(encoding="utf-8")).items()}
+            show_errors(errors(against.stem, {mode: report.figures for mode, report in reports.items()}, live), console)
         except (OSError, ValueError, KeyError) as error:
             raise fail(f"{against}: {error}", 2) from error
     console.print(f"{len(subjects) * traffic.num_requests / max(took_s, 1e-9):,.0f} requests simulated per second of CPU")

@@ -12,8 +12,9 @@ from pydantic import Field, ValidationError, model_validator
 from pdd.plan.catalogue import chip, model
 from pdd.plan.roofline import Efficiency, engine_cost, kv_tokens
 from pdd.policy_config import PolicyConfig
+from pdd.roles import Role
 from pdd.sim.costs import EngineCost
-from pdd.sim.spec import LinkSpec, RoleSpec, Rule, SystemSpec
+from pdd.sim.spec import HostSpec, LinkSpec, Overheads, RoleSpec, Rule, SystemSpec
 from pdd.strict_model import StrictModel
 
 Positive = Annotated[float, Field(gt=0)]
@@ -32,7 +33,6 @@ class SimRole(StrictModel):
     cost: dict[str, float] | None = None
     max_rows: Count = 64
     cache_tokens: Count | None = None
-    threads: Count = 1
     step_tokens: Count = 8192
 
     @model_validator(mode="after")
@@ -49,12 +49,39 @@ class SimRole(StrictModel):
 
 
 class SimLink(StrictModel):
-    """``flow_gbit_s``: that one transfer gets at most (loss, round trip, connections)."""
+    """``flow_gbit_s``: that one transfer gets at most (loss, round trip, connections) · ``coded_share``: of KV as stored that crosses."""
 
     rate_gbit_s: Positive
     rtt_ms: Annotated[float, Field(ge=0)]
     flow_gbit_s: Positive | None = None
     schedule: Literal["fair", "shortest"] = "shortest"
+    coded_share: Share = 1.0
+
+
+class SimBusy(StrictModel):
+    """``busy``: roles whose engines run at once · ``times``: how many times longer than alone each of them takes."""
+
+    busy: Annotated[tuple[Role, ...], Field(min_length=1)]
+    times: dict[Role, Annotated[float, Field(ge=0.1)]]
+
+
+class SimHost(StrictModel):
+    """See :class:`pdd.sim.spec.HostSpec`."""
+
+    slowdown: tuple[SimBusy, ...]
+    beside: dict[Literal["link", "push"], dict[Role, Annotated[float, Field(ge=0.1)]]] = Field(default_factory=dict)
+
+    def spec(self) -> HostSpec:
+        slowdown = {frozenset[str](one.busy): {str(role): times for role, times in one.times.items()} for one in self.slowdown}
+        return HostSpec(slowdown, {name: {str(role): one for role, one in times.items()} for name, times in self.beside.items()})
+
+
+class SimOverheads(StrictModel):
+    """See :class:`pdd.sim.spec.Overheads`."""
+
+    main_s: Annotated[float, Field(ge=0)] = 0.0
+    relay_s: Annotated[float, Field(ge=0)] = 0.0
+    link_s: Annotated[float, Field(ge=0)] = 0.0
 
 
 class SimEfficiency(StrictModel):
@@ -79,8 +106,8 @@ class SimConfig(StrictModel):
     local_gbit_s: Positive = 200.0
     policy: PolicyConfig = PolicyConfig()
     rule: Rule = "pdd"
-    host_cores: Positive | None = None
-    overhead_s: Annotated[float, Field(ge=0)] = 0.0
+    host: SimHost | None = None
+    overheads: SimOverheads = SimOverheads()
     efficiency: SimEfficiency = SimEfficiency()
 
     @model_validator(mode="after")
@@ -100,19 +127,19 @@ class SimConfig(StrictModel):
             prefill=self._role("prefill", self.prefill),
             relay=None if self.relay is None else self._role("relay", self.relay),
             main=self._role("main", self.main),
-            link=LinkSpec(self.link.rate_gbit_s * 1e9 / 8, self.link.rtt_ms / 1e3, flow, self.link.schedule),
+            link=LinkSpec(self.link.rate_gbit_s * 1e9 / 8, self.link.rtt_ms / 1e3, flow, self.link.schedule, self.link.coded_share),
             kv_bytes_per_token=kv_bytes,
             local_bytes_s=self.local_gbit_s * 1e9 / 8,
             policy=self.policy,
             rule=self.rule,
-            host_cores=self.host_cores,
-            overhead_s=self.overhead_s,
+            host=None if self.host is None else self.host.spec(),
+            overheads=Overheads(**self.overheads.model_dump()),
         )
 
     def _role(self, name: str, role: SimRole) -> RoleSpec:
         if role.cost is not None:
             assert role.cache_tokens is not None
-            return RoleSpec(role.count, EngineCost(**role.cost), role.max_rows, role.cache_tokens, role.threads, role.step_tokens)
+            return RoleSpec(role.count, EngineCost(**role.cost), role.max_rows, role.cache_tokens, role.step_tokens)
         assert role.chip is not None
         assert self.model is not None
         efficiency = Efficiency(**self.efficiency.model_dump())
@@ -121,7 +148,7 @@ class SimConfig(StrictModel):
         if room == 0:
             raise ValueError(f"{name}: {self.model} does not fit the memory of {role.num_chips} x {role.chip}")
         cost = engine_cost(of, role.num_chips, what, efficiency)
-        return RoleSpec(role.count, cost, role.max_rows, role.cache_tokens or room, role.threads, role.step_tokens)
+        return RoleSpec(role.count, cost, role.max_rows, role.cache_tokens or room, role.step_tokens)
 
 
 def load_sim_config(path: Path) -> SimConfig:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class EngineCost:
-    """Seconds. A prefill of m tokens behind c cached ones costs ``prefill_s + prefill_token_s * m + prefill_pair_s * m * (c + m / 2)``: the
-    products are linear in tokens, attention in pairs of them. A decode step of n rows with k tokens of context in all costs ``step_s +
-    row_s * n + context_s * k``. Ingesting m log tokens costs a step and ``extend_token_s`` each.
+    """Seconds. A prefill step costs ``prefill_s`` and, for every row of m new tokens behind c others, ``prefill_token_s * m +
+    prefill_pair_s * m * (c + m / 2)``: the products are linear in tokens, attention in pairs of them. A decode step of n rows with k tokens
+    of context in all costs ``step_s + row_s * n + context_s * k``. Ingesting m log tokens costs a step and ``extend_token_s`` each.
     """
 
     prefill_s: float
@@ -20,10 +21,14 @@ class EngineCost:
     context_s: float
     extend_token_s: float
 
-    def prefill(self, miss_tokens: int, cached_tokens: int) -> float:
-        """Of one prompt, alone on the engine."""
-        pairs = miss_tokens * (cached_tokens + miss_tokens / 2)
-        return self.prefill_s + self.prefill_token_s * miss_tokens + self.prefill_pair_s * pairs
+    def chunk(self, new_tokens: int, tokens_before: int) -> float:
+        """What a row adds to its prefill step."""
+        return self.prefill_token_s * new_tokens + self.prefill_pair_s * new_tokens * (tokens_before + new_tokens / 2)
+
+    def prefill(self, miss_tokens: int, cached_tokens: int, step_tokens: int | None = None) -> float:
+        """Of one prompt, alone on the engine, in steps of ``step_tokens``; None: in one."""
+        num_steps = 1 if step_tokens is None else math.ceil(miss_tokens / step_tokens)
+        return self.prefill_s * num_steps + self.chunk(miss_tokens, cached_tokens)
 
     def step(self, num_rows: int, context_tokens: float) -> float:
         """Of one decode step."""

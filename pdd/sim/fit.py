@@ -1,10 +1,12 @@
-"""From measured steps of an engine to its cost model. Pure."""
+"""From what `pdd profile` measured of a deployment to the simulator's numbers for it. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import combinations
+from statistics import median
 
 import numpy as np
 
@@ -13,32 +15,137 @@ from pdd.sim.costs import EngineCost
 
 @dataclass(frozen=True)
 class PrefillRun:
-    """One prompt of ``tokens``, nothing of it cached, alone on the engine."""
+    """``seconds`` until ``tokens`` were computed, nothing of them cached. ``busy``: roles whose engines ran."""
+
+    tokens: int
+    seconds: float
+    busy: tuple[str, ...] = ("prefill",)
+
+
+@dataclass(frozen=True)
+class DecodeRun:
+    """``seconds`` per step of ``rows`` rows at ``role`` with ``context`` tokens each. ``busy``: as above."""
+
+    role: str
+    rows: int
+    context: int
+    seconds: float
+    busy: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LinkRun:
+    """A direct request over the link. ``tokens`` computed after ``prefill_s``, the first token after ``first_s``; ``stored_bytes`` of KV
+    went as ``coded_bytes``.
+    """
+
+    tokens: int
+    prefill_s: float
+    first_s: float
+    stored_bytes: int
+    coded_bytes: int
+
+
+@dataclass(frozen=True)
+class ExtendRun:
+    """``seconds`` from the seal of a relay to main's first token, ``tokens`` of log in between."""
 
     tokens: int
     seconds: float
 
 
-@dataclass(frozen=True)
-class DecodeRun:
-    """One step of ``rows`` rows with ``context`` tokens each."""
+@dataclass
+class Measured:
+    """``prefills``, ``main_firsts_s``: of requests alone within one site, the latter from the end of prefill to the first token ·
+    ``pushes``, ``relay_firsts_s``: the same with a relay · ``links``: over the link · ``decodes``: of rows without prefill ·
+    ``prefills_beside``, ``decodes_beside``: of both at once · ``beside_link``: of rows while the link is busy.
+    """
 
-    rows: int
-    context: int
-    seconds: float
+    prefills: list[PrefillRun] = field(default_factory=list)
+    main_firsts_s: list[float] = field(default_factory=list)
+    pushes: list[PrefillRun] = field(default_factory=list)
+    relay_firsts_s: list[float] = field(default_factory=list)
+    links: list[LinkRun] = field(default_factory=list)
+    extends: list[ExtendRun] = field(default_factory=list)
+    decodes: list[DecodeRun] = field(default_factory=list)
+    prefills_beside: list[PrefillRun] = field(default_factory=list)
+    decodes_beside: list[DecodeRun] = field(default_factory=list)
+    beside_link: list[DecodeRun] = field(default_factory=list)
 
 
-def fit_cost(prefills: Sequence[PrefillRun], decodes: Sequence[DecodeRun]) -> EngineCost:
-    """The cost with the least relative error, no part of it below 0. Raises ValueError for fewer than three runs of a kind."""
-    if len(prefills) < 3 or len(decodes) < 3:
-        raise ValueError(f"fit_cost: given {len(prefills)} and {len(decodes)} runs, at least 3 of each are needed")
-    base, token, pair = _least_squares(
-        np.array([[1.0, run.tokens, run.tokens**2 / 2] for run in prefills]), np.array([run.seconds for run in prefills])
-    )
-    step, row, context = _least_squares(
-        np.array([[1.0, run.rows, run.rows * run.context] for run in decodes]), np.array([run.seconds for run in decodes])
-    )
-    return EngineCost(base, token, pair, step, row, context, extend_token_s=token)
+def fit_prefill(runs: Sequence[PrefillRun], step_tokens: int) -> tuple[float, float, float]:
+    """Seconds per step, token and pair of tokens, with the least relative error and none below 0. Raises ValueError for fewer than three
+    runs.
+    """
+    if len(runs) < 3:
+        raise ValueError(f"fit_prefill: given {len(runs)} runs, at least 3 are needed")
+    columns = [[math.ceil(run.tokens / step_tokens), run.tokens, run.tokens**2 / 2] for run in runs]
+    base, token, pair = _least_squares(np.array(columns, np.float64), np.array([run.seconds for run in runs]))
+    return base, token, pair
+
+
+def fit_decode(runs: Sequence[DecodeRun]) -> tuple[float, float, float]:
+    """Seconds per step, row and token of context, likewise."""
+    if len(runs) < 3:
+        raise ValueError(f"fit_decode: given {len(runs)} runs, at least 3 are needed")
+    columns = [[1.0, run.rows, run.rows * run.context] for run in runs]
+    step, row, context = _least_squares(np.array(columns), np.array([run.seconds for run in runs]))
+    return step, row, context
+
+
+def fit_extend(runs: Sequence[ExtendRun]) -> float:
+    """Seconds per log token: the slope between the shortest and the longest, by their medians; not below 0."""
+    low, high = min(run.tokens for run in runs), max(run.tokens for run in runs)
+    if low == high:
+        raise ValueError(f"fit_extend: all runs are of {low} tokens, two lengths are needed")
+    few, many = (median(run.seconds for run in runs if run.tokens == tokens) for tokens in (low, high))
+    return max(0.0, (many - few) / (high - low))
+
+
+def fit_slowdown(measured: Measured, costs: dict[str, EngineCost], step_tokens: int) -> dict[tuple[str, ...], dict[str, float]]:
+    """By roles that were busy at once: how many times longer each of them took than alone; the median of what was measured."""
+    found: dict[tuple[str, ...], dict[str, list[float]]] = {}
+    for prefill in measured.prefills_beside:
+        alone_s = costs["prefill"].prefill(prefill.tokens, 0, step_tokens)
+        found.setdefault(prefill.busy, {}).setdefault("prefill", []).append(prefill.seconds / alone_s)
+    for run in (*measured.decodes_beside, *(run for run in measured.decodes if len(run.busy) > 1)):
+        times = run.seconds / costs[run.role].step(run.rows, run.rows * run.context)
+        found.setdefault(run.busy, {}).setdefault(run.role, []).append(times)
+    return {busy: {role: max(1.0, median(times)) for role, times in roles.items()} for busy, roles in sorted(found.items())}
+
+
+def fit_beside(measured: Measured, costs: dict[str, EngineCost], step_tokens: int, rtt_s: float) -> dict[str, dict[str, float]]:
+    """How many times longer roles took while the link was busy, and while prefill's KV went to a relay, too."""
+    cost = costs["prefill"]
+
+    def later_steps(run: PrefillRun | LinkRun, seconds: float) -> float | None:
+        first_s = cost.prefill(min(step_tokens, run.tokens), 0, step_tokens)  # nothing has left before it has ended
+        alone_s = cost.prefill(run.tokens, 0, step_tokens) - first_s
+        return (seconds - first_s) / alone_s if alone_s > 0 else None
+
+    links = [times for run in measured.links if (times := later_steps(run, run.prefill_s - rtt_s)) is not None]
+    main = [run.seconds / costs["main"].step(run.rows, run.rows * run.context) for run in measured.beside_link]
+    found = {"link": {"prefill": max(1.0, median(links)), "main": max(1.0, median(main))}}
+    pushes = [run.seconds - rtt_s for run in measured.pushes]
+    if pushes:
+        pushed = [seconds / cost.prefill(run.tokens, 0, step_tokens) for run, seconds in zip(measured.pushes, pushes, strict=True)]
+        found["push"] = {"prefill": max(1.0, median(pushed))}
+    return found
+
+
+def fit_link_overhead(
+    measured: Measured, main: EngineCost, main_s: float, rtt_s: float, rate_bytes_s: float, step_tokens: int
+) -> tuple[float, float]:
+    """(coded over stored bytes, seconds of a transfer beside its bytes and round trips), by requests whose prompt takes one step."""
+    share = sum(run.coded_bytes for run in measured.links) / sum(run.stored_bytes for run in measured.links)
+    short = [run for run in measured.links if run.tokens <= step_tokens]
+    over = [run.first_s - run.prefill_s - run.coded_bytes / rate_bytes_s - rtt_s - main.step(1, run.tokens) - main_s for run in short]
+    return share, max(0.0, median(over))
+
+
+def first_overhead(firsts_s: Sequence[float], step: Callable[[int, float], float]) -> float:
+    """Of a first token beside its step; not below 0."""
+    return max(0.0, median(firsts_s) - step(1, 0.0))
 
 
 def _least_squares(columns: np.ndarray, seconds: np.ndarray) -> list[float]:

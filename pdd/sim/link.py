@@ -1,21 +1,34 @@
-"""A link that transfers share under the virtual clock, in the orders that the live senders know."""
+"""A link that transfers share under the virtual clock, in the orders that the live senders know. A transfer's bytes come in pieces, as
+prefill computes them; one that has sent all it was given waits for more and takes nothing of the link.
+"""
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import simpy
 
 from pdd.sim.server import Job, SharedServer
+from pdd.sim.spec import LinkSpec
 
-Schedule = Literal["fair", "shortest"]
 
+@dataclass(eq=False)
+class Transfer:
+    """``left_bytes``: of the whole, still to be sent, those that are not computed included · ``ready_bytes``: of them, that may go now ·
+    ``done``: succeeds when nothing is left.
+    """
 
-class Transfer(Protocol):
+    left_bytes: float
+    number: int
+    done: simpy.Event
+    ready_bytes: float = 0.0
+    active: bool = True
+    job: Job | None = None
+
     @property
-    def done(self) -> simpy.Event: ...
+    def rank(self) -> tuple[float, int]:
+        return self.left_bytes, self.number
 
 
 class Link(Protocol):
@@ -30,66 +43,92 @@ class Link(Protocol):
     @property
     def num_transfers(self) -> int: ...
 
-    def send(self, num_bytes: float) -> Transfer: ...
+    @property
+    def busy(self) -> bool: ...
+
+    def open(self, num_bytes: float) -> Transfer: ...
+
+    def feed(self, transfer: Transfer, num_bytes: float) -> None: ...
 
     def cancel(self, transfer: Transfer) -> None: ...
 
 
-def make_link(env: simpy.Environment, rate_bytes_s: float, flow_bytes_s: float | None, schedule: Schedule) -> Link:
-    """``flow_bytes_s``: what a single transfer gets at most, by loss and round trip; None: the whole link."""
-    if schedule == "fair":
+def make_link(env: simpy.Environment, spec: LinkSpec) -> Link:
+    """In bytes of KV as stored: coded, the link moves that many more of them."""
+    rate_bytes_s = spec.rate_bytes_s / spec.coded_share
+    flow_bytes_s = None if spec.flow_bytes_s is None else spec.flow_bytes_s / spec.coded_share
+    if spec.schedule == "fair":
         return FairLink(env, rate_bytes_s, flow_bytes_s)
     return ShortestLink(env, rate_bytes_s, flow_bytes_s)
 
 
 class FairLink:
-    """All transfers get the same."""
+    """All transfers that have something to send get the same. ``flow_bytes_s``: what a single one gets at most, by loss and round trip;
+    None: the whole link.
+    """
 
     def __init__(self, env: simpy.Environment, rate_bytes_s: float, flow_bytes_s: float | None) -> None:
         self.rate_bytes_s = rate_bytes_s
         self.sent_bytes = 0.0
         self.queued_bytes = 0.0
+        self.num_transfers = 0
+        self._env = env
         flow = flow_bytes_s or rate_bytes_s
         self._server = SharedServer(env, lambda jobs, _: min(flow, rate_bytes_s / jobs))
 
     @property
-    def num_transfers(self) -> int:
-        return self._server.num_jobs
+    def busy(self) -> bool:
+        return self._server.num_jobs > 0
 
-    @property
-    def busy_s(self) -> float:
-        return self._server.busy_s
-
-    def send(self, num_bytes: float) -> Job:
-        job = self._server.add(num_bytes)
+    def open(self, num_bytes: float) -> Transfer:
         self.queued_bytes += num_bytes
+        self.num_transfers += 1
+        return Transfer(num_bytes, 0, self._env.event())
+
+    def feed(self, transfer: Transfer, num_bytes: float) -> None:
+        if not transfer.active:
+            return
+        if transfer.job is not None:
+            self._take(transfer, self._server.cancel(transfer.job))
+        transfer.ready_bytes += num_bytes
+        job = transfer.job = self._server.add(transfer.ready_bytes)
         assert job.done.callbacks is not None
-        job.done.callbacks.append(lambda _: self._sent(num_bytes, num_bytes))
-        return job
+        job.done.callbacks.append(lambda _: self._sent(transfer, job))
 
     def cancel(self, transfer: Transfer) -> None:
-        assert isinstance(transfer, Job)
-        if transfer.active:
-            self._sent(transfer.target - transfer.begun, self._server.cancel(transfer))
+        if not transfer.active:
+            return
+        if transfer.job is not None:
+            self._take(transfer, self._server.cancel(transfer.job))
+        self._end(transfer)
 
-    def _sent(self, queued: float, sent: float) -> None:
-        self.queued_bytes = max(0.0, self.queued_bytes - queued)
+    def _sent(self, transfer: Transfer, job: Job) -> None:
+        if transfer.job is not job or not transfer.active:
+            return
+        self._take(transfer, transfer.ready_bytes)
+        transfer.job = None
+        if transfer.left_bytes <= _ROUNDING * self.rate_bytes_s:
+            self._end(transfer)
+            transfer.done.succeed()
+
+    def _take(self, transfer: Transfer, sent: float) -> None:
+        transfer.ready_bytes -= sent
+        transfer.left_bytes -= sent
         self.sent_bytes += sent
+        self.queued_bytes = max(0.0, self.queued_bytes - sent)
+
+    def _end(self, transfer: Transfer) -> None:
+        self.queued_bytes = max(0.0, self.queued_bytes - transfer.left_bytes)
+        self.num_transfers -= 1
+        transfer.active = False
 
 
-@dataclass(eq=False)
-class _Waiting:
-    left_bytes: float
-    number: int
-    done: simpy.Event
-    active: bool = True
-
-    def __lt__(self, other: _Waiting) -> bool:
-        return (self.left_bytes, self.number) < (other.left_bytes, other.number)
+# Seconds of the link that rounding may leave over.
+_ROUNDING = 1e-12
 
 
 class ShortestLink:
-    """Whoever has the least left goes first; what a single transfer cannot use, the next ones do."""
+    """Whoever has the least left goes first, of those that have something to send; what a single transfer cannot use, the next ones do."""
 
     def __init__(self, env: simpy.Environment, rate_bytes_s: float, flow_bytes_s: float | None) -> None:
         self.rate_bytes_s = rate_bytes_s
@@ -98,67 +137,83 @@ class ShortestLink:
         flow = min(flow_bytes_s or rate_bytes_s, rate_bytes_s)
         self._flow = flow
         self._lanes = max(1, round(rate_bytes_s / flow))
-        self._running: list[_Waiting] = []
-        self._waiting: list[_Waiting] = []
+        self._open: dict[int, Transfer] = {}
+        self._running: list[Transfer] = []
         self._since = 0.0
         self._number = 0
         self._timer = 0
 
     @property
     def num_transfers(self) -> int:
-        return len(self._running) + sum(one.active for one in self._waiting)
+        return len(self._open)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._running)
 
     @property
     def queued_bytes(self) -> float:
         self._advance()
-        return sum(one.left_bytes for one in self._running) + sum(one.left_bytes for one in self._waiting if one.active)
+        return sum(one.left_bytes for one in self._open.values())
 
-    def send(self, num_bytes: float) -> _Waiting:
-        self._advance()
-        one = _Waiting(num_bytes, self._number, self._env.event())
+    def open(self, num_bytes: float) -> Transfer:
+        one = Transfer(num_bytes, self._number, self._env.event())
+        self._open[one.number] = one
         self._number += 1
-        heapq.heappush(self._waiting, one)
-        self._choose()
         return one
 
-    def cancel(self, transfer: Transfer) -> None:
-        assert isinstance(transfer, _Waiting)
+    def feed(self, transfer: Transfer, num_bytes: float) -> None:
+        if not transfer.active:
+            return
         self._advance()
+        transfer.ready_bytes += num_bytes
+        self._choose()
+
+    def cancel(self, transfer: Transfer) -> None:
+        if not transfer.active:
+            return
+        self._advance()
+        self._end(transfer)
+        self._choose()
+
+    def _end(self, transfer: Transfer) -> None:
         transfer.active = False
-        if transfer in self._running:
-            self._running.remove(transfer)
-            self._choose()
+        del self._open[transfer.number]
 
     def _advance(self) -> None:
         passed = self._env.now - self._since
         self._since = self._env.now
         for one in self._running:
-            sent = min(one.left_bytes, passed * self._flow)
+            sent = min(one.ready_bytes, passed * self._flow)
+            one.ready_bytes -= sent
             one.left_bytes -= sent
             self.sent_bytes += sent
 
     def _choose(self) -> None:
         for one in self._running:
-            heapq.heappush(self._waiting, one)
-        self._running = []
-        while self._waiting and len(self._running) < self._lanes:
-            one = heapq.heappop(self._waiting)
-            if one.active:
-                self._running.append(one)
+            if one.ready_bytes <= _ROUNDING * self.rate_bytes_s:
+                self._empty(one)
+        ready = [one for one in self._open.values() if one.ready_bytes > 0]
+        self._running = ready if len(ready) <= self._lanes else sorted(ready, key=lambda one: one.rank)[: self._lanes]
         self._timer += 1
         if self._running:
             timer = self._timer
-            event = self._env.timeout(self._running[0].left_bytes / self._flow)
+            first = min(self._running, key=lambda one: one.ready_bytes)
+            event = self._env.timeout(first.ready_bytes / self._flow)
             assert event.callbacks is not None
-            event.callbacks.append(lambda _: self._due(timer))
+            event.callbacks.append(lambda _: self._due(timer, first))
 
-    def _due(self, timer: int) -> None:
-        if timer != self._timer:
-            return
-        self._advance()
-        first = self._running.pop(0)
-        self.sent_bytes += first.left_bytes  # what rounding left
-        first.left_bytes = 0.0
-        first.active = False
-        first.done.succeed()
-        self._choose()
+    def _due(self, timer: int, first: Transfer) -> None:
+        if timer == self._timer:
+            self._advance()
+            self._empty(first)  # whatever rounding says
+            self._choose()
+
+    def _empty(self, one: Transfer) -> None:
+        """It has sent what it was given."""
+        self.sent_bytes += one.ready_bytes
+        one.left_bytes -= one.ready_bytes
+        one.ready_bytes = 0.0
+        if one.active and one.left_bytes <= _ROUNDING * self.rate_bytes_s:
+            self._end(one)
+            one.done.succeed()

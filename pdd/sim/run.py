@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import simpy
 
+from pdd.sim.against import Figures
 from pdd.sim.spec import SystemSpec
 from pdd.sim.stats import Histogram
 from pdd.sim.system import Outcome, System
@@ -66,6 +68,12 @@ class Report:
         within = self.slo_ttft_s is None or outcome.ttft_s <= self.slo_ttft_s
         self.good += within and (self.slo_tpot_s is None or tpot_s <= self.slo_tpot_s)
 
+    @property
+    def figures(self) -> Figures:
+        """That live runs are compared by."""
+        tokens = self.relay_tokens + self.main_tokens
+        return Figures(self.ttft.quantile(0.5), self.ttft.quantile(0.9), tokens / self.last_end_s, self.e2e.quantile(0.5))
+
 
 def simulate(
     spec: SystemSpec,
@@ -74,8 +82,9 @@ def simulate(
     slo_ttft_s: float | None = None,
     slo_tpot_s: float | None = None,
     num_samples: int = 200,
+    told: Callable[[Outcome], None] = lambda outcome: None,
 ) -> tuple[Report, Json]:
-    """Until every request has ended. ``num_samples``: of state over the run, evenly by request."""
+    """Until every request has ended. ``num_samples``: of state over the run, evenly by request · ``told``: of each that ends."""
     env = simpy.Environment()
     system = System(env, spec)
     report = Report(slo_ttft_s, slo_tpot_s)
@@ -83,6 +92,7 @@ def simulate(
 
     def ended(outcome: Outcome) -> None:
         report.add(outcome)
+        told(outcome)
         report.last_end_s = env.now
         if report.ttft.num % every == 0:
             rates = system.hits.rates(env.now)
@@ -118,8 +128,8 @@ def _figures(report: Report, system: System) -> Json:
         "handoffs": dict(sorted(report.handoffs.items())),
         "prefill_hit_rate": _short(report.prefill_hit / report.prompt_tokens),
         "main_hit_rate": _short(report.main_hit / report.prompt_tokens),
-        "link_bytes": round(system.link.sent_bytes),
-        "link_use": _short(system.link.sent_bytes / (seconds * link.rate_bytes_s)),
+        "link_bytes": round(system.link.sent_bytes * link.coded_share),
+        "link_use": _short(system.link.sent_bytes * link.coded_share / (seconds * link.rate_bytes_s)),
         "link_bytes_without_main_cache": round(report.prompt_tokens * system.spec.kv_bytes_per_token),
         "busy": {
             "prefill": busy([worker.engine.busy_s for worker in system.prefill.workers]),

@@ -7,10 +7,16 @@ arrivals and ends are events. A run costs the same whether an answer has ten tok
 from __future__ import annotations
 
 import heapq
+import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import simpy
+
+from pdd.sim.spec import HostSpec
+
+_ROUNDING = 1e-9  # of a step
 
 
 @dataclass(eq=False)
@@ -45,10 +51,15 @@ class SharedServer:
         self.busy_s = 0.0
         self.on_change: Callable[[], None] = lambda: None
 
-    def add(self, work: float, weight: float = 0.0) -> Job:
-        """Its ``done`` succeeds when ``work`` units are through."""
+    def add(self, work: float, weight: float = 0.0, whole: bool = False) -> Job:
+        """Its ``done`` succeeds when ``work`` units are through. ``whole``: units are steps; who comes during one begins with the next."""
         self._advance()
-        job = Job(self._virtual + work, self._number, self._virtual, weight, self._env.event())
+        begin = self._virtual
+        if whole:
+            begin = math.ceil(begin - _ROUNDING)
+            if not self.num_jobs:
+                self._virtual = float(begin)
+        job = Job(begin + work, self._number, begin, weight, self._env.event())
         self._number += 1
         heapq.heappush(self._jobs, job)
         self.num_jobs += 1
@@ -59,7 +70,7 @@ class SharedServer:
     def cancel(self, job: Job) -> float:
         """Take it out; the work it got. A job that is done got all of it."""
         self._advance()
-        got = min(job.target, self._virtual) - job.begun
+        got = max(0.0, min(job.target, self._virtual) - job.begun)
         if job.active:
             job.active = False
             self.num_jobs -= 1
@@ -70,7 +81,12 @@ class SharedServer:
     def got(self, job: Job) -> float:
         """Work that it has had so far."""
         self._advance()
-        return min(job.target, self._virtual) - job.begun
+        return max(0.0, min(job.target, self._virtual) - job.begun)
+
+    def until(self, job: Job, work: float) -> float:
+        """Seconds until ``job`` has had ``work``, if the pace stays."""
+        self._advance()
+        return max(0.0, job.begun + work - self._virtual) / self._rate if self._rate > 0 else 0.0
 
     def resync(self) -> None:
         """The pace has changed for a reason of its own."""
@@ -118,50 +134,82 @@ class SharedServer:
         self._changed()
 
 
-class Queue:
-    """Places that requests hold, first come first served: rows of a worker, the one place of a prefill engine."""
+class Places:
+    """What requests hold, first come first served: rows of a worker."""
 
     def __init__(self, env: simpy.Environment, places: int) -> None:
-        self._resource = simpy.Resource(env, capacity=places)
-        self.places = places
+        self._env = env
+        self._free = places
+        self._waiting: deque[simpy.Event] = deque()
 
-    @property
-    def num_held(self) -> int:
-        return self._resource.count
+    def take(self) -> simpy.Event | None:
+        """None: it has one; else what to wait for."""
+        if self._free:
+            self._free -= 1
+            return None
+        self._waiting.append(self._env.event())
+        return self._waiting[-1]
 
-    @property
-    def num_waiting(self) -> int:
-        return len(self._resource.queue)
+    def leave(self) -> None:
+        if self._waiting:
+            self._waiting.popleft().succeed()
+        else:
+            self._free += 1
 
-    def take(self) -> simpy.resources.resource.Request:
-        return self._resource.request()
 
-    def leave(self, place: simpy.resources.resource.Request) -> None:
-        self._resource.release(place)
+def either(env: simpy.Environment, *events: simpy.Event) -> simpy.Event:
+    """Succeeds with the first of ``events``, at once when one was before."""
+    first = env.event()
+
+    def happened(_: simpy.Event) -> None:
+        if not first.triggered:
+            first.succeed()
+
+    for event in events:
+        if event.callbacks is None:
+            happened(event)
+        else:
+            event.callbacks.append(happened)
+    return first
 
 
 class Host:
-    """Cores that engines of one machine share: an engine that runs uses its threads; where all together want more than there is, each gets
-    its part.
+    """Engines of one machine that slow each other down, by what was measured of them (:class:`pdd.sim.spec.HostSpec`). A set of busy roles
+    that was not measured goes like the largest measured one in it.
     """
 
-    def __init__(self, cores: float) -> None:
-        self._cores = cores
-        self._engines: list[tuple[SharedServer, int]] = []
-        self._wanted = 0
+    def __init__(self, spec: HostSpec) -> None:
+        self._spec = spec
+        self._engines: list[tuple[str, SharedServer]] = []
+        self._watched: dict[str, Callable[[], bool]] = {}
+        self._busy: frozenset[str] = frozenset()
+        self._beside: tuple[str, ...] = ()
+        self._times: dict[tuple[str, frozenset[str], tuple[str, ...]], float] = {}
 
-    def add(self, server: SharedServer, threads: int) -> None:
-        self._engines.append((server, threads))
-        server.on_change = self._look
+    def add(self, role: str, server: SharedServer) -> None:
+        self._engines.append((role, server))
+        server.on_change = self.look
 
-    @property
-    def speed(self) -> float:
-        """Of each engine, 1 when it has its threads to itself."""
-        return 1.0 if self._wanted <= self._cores else self._cores / self._wanted
+    def watch(self, name: str, busy: Callable[[], bool]) -> None:
+        """``name``: of the spec's ``beside``. Say :meth:`look` when it may have changed."""
+        self._watched[name] = busy
 
-    def _look(self) -> None:
-        wanted = sum(threads for server, threads in self._engines if server.num_jobs)
-        if wanted != self._wanted:
-            self._wanted = wanted
-            for server, _ in self._engines:
+    def speed(self, role: str) -> float:
+        """Of an engine that runs, 1 when it has the machine to itself."""
+        key = role, self._busy | {role}, self._beside
+        if key not in self._times:
+            measured = [busy for busy, times in self._spec.slowdown.items() if role in times and busy <= key[1]]
+            times = self._spec.slowdown[max(measured, key=lambda busy: (len(busy), sorted(busy)))][role] if measured else 1.0
+            for name in self._beside:
+                times *= self._spec.beside.get(name, {}).get(role, 1.0)
+            self._times[key] = times
+        return 1.0 / self._times[key]
+
+    def look(self) -> None:
+        """Somebody may have begun or stopped."""
+        busy = frozenset(role for role, server in self._engines if server.num_jobs)
+        beside = tuple(name for name, runs in self._watched.items() if runs())
+        if (busy, beside) != (self._busy, self._beside):
+            self._busy, self._beside = busy, beside
+            for _, server in self._engines:
                 server.resync()

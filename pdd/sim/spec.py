@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pdd.policy_config import PolicyConfig
 from pdd.sim.costs import EngineCost
-from pdd.sim.link import Schedule
 
+Schedule = Literal["fair", "shortest"]
 # pdd: the policy decides · direct: main alone waits for its KV · relay_to_end: what would be relayed stays on the relay and never reaches
 # main, which is the rule that collapses (kept to show that it does)
 Rule = Literal["pdd", "direct", "relay_to_end"]
@@ -16,32 +17,56 @@ Rule = Literal["pdd", "direct", "relay_to_end"]
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """``count`` workers alike, each with ``max_rows`` rows and a prefix cache of ``cache_tokens``. ``threads``: that one uses of a shared
-    host, where there is one · ``step_tokens``: new tokens of a step at most, so that a prompt's KV leaves in pieces.
+    """``count`` workers alike, each with ``max_rows`` rows and a prefix cache of ``cache_tokens``. ``step_tokens``: new tokens of a step
+    at most, so that a prompt's KV leaves in pieces.
     """
 
     count: int
     cost: EngineCost
     max_rows: int
     cache_tokens: int
-    threads: int = 1
     step_tokens: int = 2048
 
 
 @dataclass(frozen=True)
 class LinkSpec:
-    """``flow_bytes_s``: of one transfer at most, None: the whole link · ``rtt_s``: between the sites."""
+    """``flow_bytes_s``: of one transfer at most, None: the whole link · ``rtt_s``: between the sites · ``coded_share``: of KV as stored
+    that crosses, once coded.
+    """
 
     rate_bytes_s: float
     rtt_s: float
     flow_bytes_s: float | None = None
     schedule: Schedule = "fair"
+    coded_share: float = 1.0
+
+
+@dataclass(frozen=True)
+class HostSpec:
+    """One machine that all workers share. ``slowdown``: the roles whose engines are busy -> how many times longer than alone each of them
+    takes · ``beside``: a transfer over the "link", or a "push" of prefill's KV to a relay -> how many times longer each role takes
+    meanwhile.
+    """
+
+    slowdown: Mapping[frozenset[str], Mapping[str, float]]
+    beside: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """What a request takes beside its steps, round trips and bytes, seconds. ``main_s``, ``relay_s``: until its first token is at the
+    client, by the worker that makes it · ``link_s``: of a transfer over the link.
+    """
+
+    main_s: float = 0.0
+    relay_s: float = 0.0
+    link_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class SystemSpec:
-    """``relay`` None: there is none. ``local_bytes_s``: KV from prefill to relay within the site · ``host_cores``: that all workers share;
-    None: each has a chip of its own · ``overhead_s``: of a request at the coordinator and doors, before prefill.
+    """``relay`` None: there is none. ``local_bytes_s``: KV from prefill to relay within the site · ``host`` None: each worker has chips of
+    its own.
     """
 
     prefill: RoleSpec
@@ -52,8 +77,8 @@ class SystemSpec:
     local_bytes_s: float
     policy: PolicyConfig
     rule: Rule = "pdd"
-    host_cores: float | None = None
-    overhead_s: float = 0.0
+    host: HostSpec | None = None
+    overheads: Overheads = Overheads()
 
     def __post_init__(self) -> None:
         for name, role in (("prefill", self.prefill), ("relay", self.relay), ("main", self.main)):
@@ -61,3 +86,16 @@ class SystemSpec:
                 raise ValueError(f"{name}: given {role.count} workers of {role.max_rows} rows, allowed from 1 on")
         if self.link.rate_bytes_s <= 0 or self.local_bytes_s <= 0 or self.kv_bytes_per_token <= 0:
             raise ValueError(f"rates and sizes: allowed above 0, given {self.link}, {self.local_bytes_s}, {self.kv_bytes_per_token}")
+
+
+Mode = Literal["same_site", "cross_site", "pdd"]
+
+
+def modes(spec: SystemSpec) -> dict[Mode, SystemSpec]:
+    """The three that are compared: main reached within one site and without relay, over the link without relay, and as ``spec`` says."""
+    near = replace(spec.link, rate_bytes_s=spec.local_bytes_s, rtt_s=0.0, flow_bytes_s=None, coded_share=1.0)
+    return {
+        "same_site": replace(spec, rule="direct", relay=None, link=near),
+        "cross_site": replace(spec, rule="direct", relay=None),
+        "pdd": spec,
+    }

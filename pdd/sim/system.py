@@ -9,14 +9,14 @@ import simpy
 
 from pdd.policy.alignment import HitWindow
 from pdd.policy.completion import CompletionSnapshot, choose_completion
-from pdd.policy.handoff_choice import HandoffChoiceRules, HandoffChoiceSnapshot, choose_handoff
 from pdd.policy.lengths import LengthEstimator
 from pdd.policy.link import LinkSnapshot
 from pdd.policy.local import LocalQuota
 from pdd.policy.pipeline import Pipeline, PipelineDecision, PipelineSnapshot, choose_pipeline
 from pdd.sim.cache import Prompt
+from pdd.sim.handoff import Handoff
 from pdd.sim.link import Transfer, make_link
-from pdd.sim.server import Host, Job
+from pdd.sim.server import Host, either
 from pdd.sim.spec import SystemSpec
 from pdd.sim.workers import Fleet, Worker, num_running
 
@@ -66,7 +66,7 @@ class _Run:
     main_hit: int
     prefill_hit: int
     decision: PipelineDecision
-    main_place: simpy.resources.resource.Request | None
+    at_main: bool = True
     transfer: Transfer | None = None
     kv_bytes: float = 0.0
 
@@ -82,19 +82,22 @@ class System:
     def __init__(self, env: simpy.Environment, spec: SystemSpec) -> None:
         self.env = env
         self.spec = spec
-        host = None if spec.host_cores is None else Host(spec.host_cores)
+        host = self._host = None if spec.host is None else Host(spec.host)
         self.prefill = Fleet(env, "prefill", spec.prefill, host)
         self.main = Fleet(env, "main", spec.main, host)
         self.relay = None if spec.relay is None else Fleet(env, "relay", spec.relay, host)
-        self.link = make_link(env, spec.link.rate_bytes_s, spec.link.flow_bytes_s, spec.link.schedule)
+        self.link = make_link(env, spec.link)
+        self._goodput_bytes_s = (spec.link.flow_bytes_s or spec.link.rate_bytes_s) / spec.link.coded_share  # of one transfer alone
+        self._num_pushes = 0
+        if host is not None:
+            host.watch("link", lambda: self.link.busy)
+            host.watch("push", lambda: self._num_pushes > 0)
         policy = spec.policy
         lengths = policy.lengths
         self._lengths = LengthEstimator(lengths.quantile, lengths.min_samples, lengths.half_life, lengths.max_tenants)
         self._local = LocalQuota(policy.local.max_share, policy.local.window)
         self.hits = HitWindow(policy.alignment.window, policy.alignment.window_s)
-        self._rules = HandoffChoiceRules(
-            policy.catch_up_chunk, policy.handoff_rules.crowded_share, policy.handoff_rules.crowded_gap_s, policy.handoff_rules.hidden_itls
-        )
+        self._handoff = Handoff(env, policy, spec.link.rtt_s)
         self._forced: Pipeline | None = None if policy.pipeline == "auto" else policy.pipeline
         if spec.rule == "direct":
             self._forced = "direct"
@@ -117,15 +120,16 @@ class System:
     def _life(self, request: Request, ended: Callable[[Outcome], None]) -> Steps:
         arrived_s = self.env.now
         self.num_running += 1
-        if self.spec.overhead_s:
-            yield self.env.timeout(self.spec.overhead_s)
         main = self.main.route(request.prompt)
         main.held += 1
-        place = main.rows.take()
-        yield place  # nothing is prefilled before main has room
+        room = main.rows.take()
+        if room is not None:
+            yield room  # nothing is prefilled before main has room
+        if self.spec.link.rtt_s:
+            yield self.env.timeout(self.spec.link.rtt_s)  # main says what it holds
         prefill = self.prefill.route(request.prompt)
         relay = None if self.relay is None else self.relay.route(request.prompt)
-        run = self._decide(request, arrived_s, prefill, main, relay, place)
+        run = self._decide(request, arrived_s, prefill, main, relay)
         if run.decision.pipeline == "direct":
             run.relay = None
         elif run.relay is not None:
@@ -147,7 +151,6 @@ class System:
         prefill: Worker,
         main: Worker,
         relay: Worker | None,
-        place: simpy.resources.resource.Request,
     ) -> _Run:
         need = request.prompt.num_tokens - 1
         if request.hits is None:
@@ -155,21 +158,21 @@ class System:
             main_hit = min(need, main.cache.hit_tokens(request.prompt.chain))
         else:
             prefill_hit, main_hit = (min(need, hit) for hit in request.hits)
-        cost = prefill.spec.cost
         miss = need - prefill_hit
         blind = self.spec.rule == "relay_to_end"  # it looks at the link alone, and lets requests wait for the relay
         full = relay is not None and relay.held >= relay.spec.max_rows and not blind
+        alone_s = prefill.spec.cost.prefill(miss, prefill_hit, prefill.spec.step_tokens) / miss if miss else None
         snapshot = PipelineSnapshot(
             main_miss_tokens=need - main_hit,
             kv_bytes_per_token=round(self.spec.kv_bytes_per_token),
-            goodput_bytes_s=self.spec.link.flow_bytes_s or self.spec.link.rate_bytes_s,
+            goodput_bytes_s=self._goodput_bytes_s,
             rtt_s=self.spec.link.rtt_s,
             relay="none" if relay is None else "full" if full else "available",
             relay_running=0 if relay is None or blind else relay.held,
             relay_capacity=0 if relay is None else relay.spec.max_rows,
             link=self._link_snapshot(),
             prefill_tokens=miss,
-            prefill_s_per_token=cost.prefill(miss, prefill_hit) / miss if miss else None,
+            prefill_s_per_token=alone_s if prefill.pace.value is None else prefill.pace.value,
             prefill_step_tokens=prefill.spec.step_tokens,
             relay_s_per_token=None if relay is None else relay.step_s(need),
             output=self._lengths.predict(request.tenant, request.max_tokens),
@@ -178,17 +181,16 @@ class System:
         decision = choose_pipeline(snapshot, self._forced, self.spec.policy)
         self._local.record(decision.pipeline == "local")
         self.hits.observe(self.env.now, need, prefill_hit if need > main_hit else None, main_hit)
-        return _Run(request, arrived_s, prefill, main, relay, main_hit, prefill_hit, decision, place)
+        return _Run(request, arrived_s, prefill, main, relay, main_hit, prefill_hit, decision)
 
     def _link_snapshot(self) -> LinkSnapshot:
         """As the sending end measures it: what all transfers get together, one more of them included."""
-        link = self.spec.link
-        flows = link.rate_bytes_s if link.flow_bytes_s is None else link.flow_bytes_s * (self.link.num_transfers + 1)
+        num = self.link.num_transfers
         return LinkSnapshot(
-            goodput_bytes_s=min(link.rate_bytes_s, flows),
+            goodput_bytes_s=min(self.link.rate_bytes_s, self._goodput_bytes_s * (num + 1)),
             round_trip_s=self.spec.link.rtt_s,
             queued_bytes=round(self.link.queued_bytes),
-            num_transfers=self.link.num_transfers,
+            num_transfers=num,
         )
 
     def _prefill_and_send(self, run: _Run, prefilled: simpy.Event, arrival: simpy.Event) -> Steps:
@@ -201,35 +203,42 @@ class System:
         worker = run.prefill
         miss = run.tokens - run.prefill_hit
         worker.held += 1
-        place = worker.rows.take()
-        yield place
-        work_s = worker.spec.cost.prefill(miss, run.prefill_hit)
-        job = worker.engine.add(work_s)
-        to_main = run.main_place is not None
-        if to_main:
-            if lacks <= miss:  # nothing to send before a step has ended
-                first = min(1.0, worker.spec.step_tokens / miss)
-                yield simpy.AnyOf(self.env, (job.done, self.env.timeout(work_s * first)))
+        began_s = self.env.now
+        if run.at_main:
             run.kv_bytes = lacks * self.spec.kv_bytes_per_token
-            run.transfer = self.link.send(run.kv_bytes)
+            run.transfer = self.link.open(run.kv_bytes)
+            self._send(run, run.prefill_hit - run.main_hit)  # what prefill had already goes at once
+        pushes = run.relay is not None
+        self._num_pushes += pushes
+        # What a step computed goes when it has ended.
+        job = worker.prefill.add(miss, run.prefill_hit, lambda tokens: self._send(run, min(tokens, job.behind - run.main_hit)))
+        if self._host is not None:
+            self._host.look()
         yield job.done
-        worker.rows.leave(place)
+        self._num_pushes -= pushes
+        worker.pace.observe(self.env.now - began_s, miss)
         worker.held -= 1
         worker.cache.put(run.request.prompt.chain)
         prefilled.succeed()
         if run.transfer is None:
             return
-        last_bytes = min(worker.spec.step_tokens, miss, lacks) * self.spec.kv_bytes_per_token
-        yield simpy.AllOf(
-            self.env, (run.transfer.done, self.env.timeout(last_bytes / (self.spec.link.flow_bytes_s or self.spec.link.rate_bytes_s)))
-        )
-        yield self.env.timeout(self.spec.link.rtt_s)  # acknowledged, told
+        yield run.transfer.done
+        if self._host is not None:
+            self._host.look()
+        yield self.env.timeout(self.spec.link.rtt_s / 2 + self.spec.overheads.link_s)
         arrival.succeed()
+
+    def _send(self, run: _Run, tokens: int) -> None:
+        """Tokens of the prompt that main lacks and prefill has; none for those that main holds."""
+        if run.transfer is not None and tokens > 0:
+            self.link.feed(run.transfer, tokens * self.spec.kv_bytes_per_token)
+            if self._host is not None:
+                self._host.look()
 
     def _direct(self, run: _Run, arrival: simpy.Event, ended: Callable[[Outcome], None]) -> Steps:
         yield arrival
-        first_s = self.env.now + run.main.step_s(run.tokens) + self.spec.link.rtt_s / 2
-        job = run.main.engine.add(run.request.output_tokens, self._context(run))
+        job, first_step_s = run.main.decode(run.request.output_tokens, self._context(run))
+        first_s = self.env.now + first_step_s + self.spec.link.rtt_s / 2 + self.spec.overheads.main_s
         yield job.done
         self._keep_at_main(run)
         self._leave_main(run)
@@ -238,65 +247,37 @@ class System:
     def _relayed(self, run: _Run, prefilled: simpy.Event, arrival: simpy.Event, ended: Callable[[Outcome], None]) -> Steps:
         relay = run.relay
         assert relay is not None
-        place = relay.rows.take()
-        yield place
+        room = relay.rows.take()
+        if room is not None:
+            yield room
         yield prefilled
-        yield self.env.timeout((run.tokens - run.prefill_hit) * self.spec.kv_bytes_per_token / self.spec.local_bytes_s)
-        first_s = self.env.now + relay.step_s(run.tokens)
-        job = relay.engine.add(run.request.output_tokens, self._context(run))
+        last_tokens = min(run.prefill.spec.step_tokens, run.tokens - run.prefill_hit)  # what came before went while prefill computed
+        yield self.env.timeout(last_tokens * self.spec.kv_bytes_per_token / self.spec.local_bytes_s)
+        job, first_step_s = relay.decode(run.request.output_tokens, self._context(run))
+        first_s = self.env.now + first_step_s + self.spec.overheads.relay_s
         gap_s = relay.step_s(run.tokens)
-        if run.main_place is None:
+        if not run.at_main:
             yield job.done
         else:
-            yield simpy.AnyOf(self.env, (job.done, arrival))
+            yield either(self.env, job.done, arrival)
         if not job.active:
-            relay.rows.leave(place)
+            relay.rows.leave()
             relay.held -= 1
-            if run.main_place is not None:
+            if run.at_main:
                 self._ended_on_relay(run, arrival)
             self._end(run, ended, first_s, gap_s, run.request.output_tokens, 0, None)
             return
-        handoff, gap_s, relayed = yield from self._hand_over(run, relay, job)
-        relay.rows.leave(place)
+        over = yield from self._handoff.hand_over(run.main, relay, job, run.request.output_tokens, self._context(run))
+        relay.rows.leave()
         relay.held -= 1
-        left = run.request.output_tokens - relayed
+        left = run.request.output_tokens - over.relayed
         if left > 0:
-            yield run.main.engine.add(left, self._context(run)).done
+            yield (over.main or run.main.decode(left, self._context(run))[0]).done
+        elif over.main is not None:
+            run.main.engine.cancel(over.main)
         self._keep_at_main(run)
         self._leave_main(run)
-        self._end(run, ended, first_s, gap_s, relayed, left, handoff)
-
-    def _hand_over(self, run: _Run, relay: Worker, job: Job) -> Generator[simpy.Event, object, tuple[str, float, int]]:
-        """Main is given the log and takes over: (mode, largest gap, tokens that the relay made)."""
-        extend = run.main.spec.cost
-        backlog = max(1, int(relay.engine.got(job)))
-        itl_s = relay.step_s(run.tokens)
-        snapshot = HandoffChoiceSnapshot(
-            backlog_tokens=backlog,
-            relay_running=relay.engine.num_jobs,
-            relay_capacity=relay.spec.max_rows,
-            relay_stops_by_itself=False,
-            rtt_s=self.spec.link.rtt_s,
-            extend_s_per_token=extend.extend_token_s,
-            relay_itl_s=itl_s,
-            main_itl_s=run.main.step_s(run.tokens),
-        )
-        forced = None if self.spec.policy.handoff == "auto" else self.spec.policy.handoff
-        mode = choose_handoff(forced, snapshot, self._rules).mode
-        speed = run.main.step_s(run.tokens) / extend.step(run.main.engine.num_jobs + 1, run.main.engine.weight + run.tokens)
-        delay_s = self.spec.link.rtt_s + speed * extend.extend(backlog)
-        if mode == "one_shot":
-            relayed = min(run.request.output_tokens, max(1, round(relay.engine.cancel(job))))
-            yield self.env.timeout(delay_s)
-            return mode, max(itl_s, delay_s), relayed
-        # The relay runs on while main catches up; what is left behind then is a chunk at most.
-        yield simpy.AnyOf(self.env, (job.done, self.env.timeout(delay_s)))
-        relayed = min(run.request.output_tokens, max(1, round(relay.engine.cancel(job))))
-        if mode == "overlap":
-            return mode, itl_s, relayed
-        gap_s = self.spec.link.rtt_s + speed * extend.extend(min(self.spec.policy.catch_up_chunk, relayed - backlog))
-        yield self.env.timeout(gap_s)
-        return mode, max(itl_s, gap_s), relayed
+        self._end(run, ended, first_s, over.gap_s, over.relayed, left, over.mode)
 
     def _ended_on_relay(self, run: _Run, arrival: simpy.Event) -> None:
         """Main's KV has yet to come: it goes on for its prefix alone, or is stopped."""
@@ -322,7 +303,7 @@ class System:
     def _complete(self, run: _Run, arrival: simpy.Event) -> Steps:
         self._background += 1
         self._background_bytes += run.kv_bytes
-        yield simpy.AnyOf(self.env, (arrival, self.env.timeout(self.spec.policy.background.deadline_s)))
+        yield either(self.env, arrival, self.env.timeout(self.spec.policy.background.deadline_s))
         self._background -= 1
         self._background_bytes -= run.kv_bytes
         if arrival.triggered:
@@ -341,10 +322,10 @@ class System:
         run.main.cache.put((run.request.answer or run.request.prompt).chain)
 
     def _leave_main(self, run: _Run) -> None:
-        if run.main_place is not None:
-            run.main.rows.leave(run.main_place)
+        if run.at_main:
+            run.main.rows.leave()
             run.main.held -= 1
-            run.main_place = None
+            run.at_main = False
 
     def _end(
         self, run: _Run, ended: Callable[[Outcome], None], first_s: float, gap_s: float, relayed: int, main: int, handoff: str | None

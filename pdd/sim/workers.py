@@ -6,15 +6,22 @@ from collections.abc import Sequence
 
 import simpy
 
+from pdd.policy.estimates import Ratio
 from pdd.policy.routing import RoutingLimits, WorkerLoad, choose_worker
 from pdd.roles import Role
 from pdd.sim.cache import PrefixCache, Prompt
-from pdd.sim.server import Host, Queue, SharedServer
+from pdd.sim.prefill import PrefillEngine
+from pdd.sim.server import Host, Job, Places, SharedServer
 from pdd.sim.spec import RoleSpec
+
+# After so many more tokens what was learned of prefill's pace has lost half its weight, as in the live coordinator.
+_HALF_LIFE_TOKENS = 20_000
 
 
 class Worker:
-    """``held``: requests that have a row or wait for one, as a coordinator counts them."""
+    """``held``: requests that have a row or wait for one, as a coordinator counts them · ``prefill``: what steps through prompts, where it
+    is that role's · ``pace``: seconds per prompt token that requests saw, waiting included.
+    """
 
     def __init__(self, env: simpy.Environment, name: str, role: Role, spec: RoleSpec, host: Host | None) -> None:
         self.name = name
@@ -22,21 +29,28 @@ class Worker:
         self.spec = spec
         self.held = 0
         self.cache = PrefixCache(spec.cache_tokens)
-        self.rows = Queue(env, 1 if role == "prefill" else spec.max_rows)
+        self.rows = Places(env, spec.max_rows)
+        self.pace = Ratio(_HALF_LIFE_TOKENS)
         self._host = host
         self.engine = SharedServer(env, self._prefill_pace if role == "prefill" else self._decode_pace)
+        self.prefill = PrefillEngine(env, spec, self.engine)
         if host is not None:
-            host.add(self.engine, spec.threads)
+            host.add(role, self.engine)
 
     @property
     def _speed(self) -> float:
-        return 1.0 if self._host is None else self._host.speed
+        return 1.0 if self._host is None else self._host.speed(self.role)
 
     def _prefill_pace(self, num_jobs: int, _: float) -> float:
-        return self._speed  # one prompt at a time, work in seconds
+        return self._speed  # one step at a time, work in seconds
 
     def _decode_pace(self, num_jobs: int, context_tokens: float) -> float:
         return self._speed / self.spec.cost.step(num_jobs, context_tokens)  # tokens per second of each row
+
+    def decode(self, tokens: int, context_tokens: float) -> tuple[Job, float]:
+        """A row from the next step on: its job, and the seconds to its first token."""
+        job = self.engine.add(tokens, context_tokens, whole=True)
+        return job, self.engine.until(job, 1)
 
     def step_s(self, more_context: float) -> float:
         """Of a decode step with one more row."""

@@ -72,13 +72,27 @@ class Sessions(StrictModel):
 
 class Skewed(StrictModel):
     """The mix of `pdd bench ttft --mix skewed`, request by request: with the same seed and vocabulary the same arrivals and lengths. Both
-    caches hold the primers when it begins.
+    caches hold the primers when it begins. Parameters as :class:`pdd.bench.mix.SkewedMix` has them.
     """
 
-    kind: Literal["skewed"]
+    kind: Literal["skewed"] = "skewed"
     num_requests: Count = SkewedMix.num_requests
     rate_per_s: Positive = SkewedMix.rate_per_s
+    num_sessions: Count = SkewedMix.num_sessions
+    prefix_tokens: Count = SkewedMix.prefix_tokens
+    high_share: Share = SkewedMix.high_share
+    high_miss: Share = SkewedMix.high_miss
+    low_hit: Share = SkewedMix.low_hit
+    low_miss_tokens: tuple[Count, Count] = SkewedMix.low_miss_tokens
+    singular_every: Count = SkewedMix.singular_every
+    singular_tokens: Count = SkewedMix.singular_tokens
+    singular_output_tokens: Count = SkewedMix.singular_output_tokens
+    output_tokens: tuple[Count, Count] = SkewedMix.output_tokens
     vocab_size: Count = 49_152
+
+    @property
+    def mix(self) -> SkewedMix:
+        return SkewedMix(**self.model_dump(exclude={"kind", "vocab_size"}))
 
 
 Workload = StatedHits | Sessions | Skewed
@@ -153,7 +167,7 @@ def _session(
 
 
 def _skewed(system: System, workload: Skewed, seed: int, ended: Callable[[Outcome], None]) -> Steps:
-    mix = skewed(SkewedMix(workload.num_requests, workload.rate_per_s), workload.vocab_size, seed)
+    mix = skewed(workload.mix, workload.vocab_size, seed)
     keys = {primer: number for number, primer in enumerate(mix.primers)}
     for primer, key in keys.items():
         for worker in (*system.prefill.workers, *system.main.workers):

@@ -7,9 +7,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdd.bench.mix import SkewedMix, skewed
-from pdd.sim.against import errors
+from pdd.sim.against import Figures, errors, live_figures
 from pdd.sim.costs import EngineCost
-from pdd.sim.fit import DecodeRun, PrefillRun, fit_cost
+from pdd.sim.fit import (
+    DecodeRun,
+    ExtendRun,
+    LinkRun,
+    Measured,
+    PrefillRun,
+    first_overhead,
+    fit_beside,
+    fit_decode,
+    fit_extend,
+    fit_link_overhead,
+    fit_prefill,
+    fit_slowdown,
+)
 from pdd.sim.run import simulate
 from pdd.sim.workload import Skewed
 from tests.unit.sim.test_simulate import SPEC
@@ -21,26 +34,72 @@ _POSITIVE = st.floats(1e-6, 1e-2)
 @given(_POSITIVE, _POSITIVE, st.floats(1e-9, 1e-6), _POSITIVE, _POSITIVE, st.floats(1e-9, 1e-6))
 def test_a_fit_finds_the_costs_that_made_the_runs(base: float, token: float, pair: float, step: float, row: float, context: float) -> None:
     made = EngineCost(base, token, pair, step, row, context, token)
-    prefills = [PrefillRun(n, made.prefill(n, 0)) for n in (10, 100, 700, 2000)]
-    decodes = [DecodeRun(n, k, made.step(n, n * k)) for n, k in ((1, 100), (4, 100), (16, 100), (1, 3000), (8, 3000))]
-    found = fit_cost(prefills, decodes)
-    for n in (50, 1500):
-        assert found.prefill(n, 0) == pytest.approx(made.prefill(n, 0), rel=1e-3)
+    prefills = [PrefillRun(n, made.prefill(n, 0, 256)) for n in (10, 100, 700, 2000)]
+    decodes = [DecodeRun("main", n, k, made.step(n, n * k), ("main",)) for n, k in ((1, 100), (4, 100), (16, 100), (1, 3000), (8, 3000))]
+    found = EngineCost(*fit_prefill(prefills, 256), *fit_decode(decodes), token)
+    for n in (50, 300, 1500):
+        assert found.prefill(n, 0, 256) == pytest.approx(made.prefill(n, 0, 256), rel=1e-3)
     assert found.step(6, 6 * 900) == pytest.approx(made.step(6, 6 * 900), rel=1e-3)
 
 
 def test_a_fit_has_no_negative_part() -> None:
     prefills = [PrefillRun(n, 0.01 * n**0.5) for n in (10, 100, 700, 2000)]  # concave: a square term would be below 0
-    decodes = [DecodeRun(n, k, 0.01 / n) for n, k in ((1, 10), (2, 10), (4, 10), (4, 900))]
-    found = fit_cost(prefills, decodes)
-    assert min(found.prefill_s, found.prefill_token_s, found.prefill_pair_s, found.step_s, found.row_s, found.context_s) >= 0
+    decodes = [DecodeRun("main", n, k, 0.01 / n, ("main",)) for n, k in ((1, 10), (2, 10), (4, 10), (4, 900))]
+    assert min(*fit_prefill(prefills, 256), *fit_decode(decodes)) >= 0
     with pytest.raises(ValueError, match="at least 3"):
-        fit_cost(prefills[:2], decodes)
+        fit_prefill(prefills[:2], 256)
+    assert fit_extend([ExtendRun(8, 0.2), ExtendRun(8, 0.3), ExtendRun(108, 1.2), ExtendRun(108, 1.3)]) == pytest.approx(0.01)
+    with pytest.raises(ValueError, match="two lengths"):
+        fit_extend([ExtendRun(8, 0.2)])
+
+
+_PREFILL = EngineCost(0.03, 1e-3, 1e-7, 0.03, 0.0, 0.0, 1e-3)
+_MAIN = EngineCost(0.03, 1e-3, 1e-7, 0.04, 0.002, 1e-6, 1e-3)
+
+
+def test_what_engines_do_to_each_other_is_the_median_of_what_was_measured() -> None:
+    alone_s, step_s = _PREFILL.prefill(512, 0, 256), _MAIN.step(2, 500)
+    measured = Measured(
+        prefills_beside=[PrefillRun(512, alone_s * times, ("prefill", "main")) for times in (1.9, 2.0, 3.5)],
+        decodes_beside=[DecodeRun("main", 2, 250, step_s * 1.2, ("prefill", "main"))],
+        decodes=[
+            DecodeRun("main", 2, 250, step_s, ("main",)),
+            DecodeRun("main", 2, 250, step_s * 0.9, ("relay", "main")),  # never faster than alone
+        ],
+    )
+    found = fit_slowdown(measured, {"prefill": _PREFILL, "main": _MAIN}, 256)
+    assert found[("prefill", "main")] == pytest.approx({"prefill": 2.0, "main": 1.2})
+    assert found[("relay", "main")] == {"main": 1.0}
+    assert ("main",) not in found
+
+
+def test_what_a_transfer_costs_is_found_again() -> None:
+    """Made of the costs: prefill's first step alone, what follows 1.5 times as long; 0.7 coded; 0.03 s of round trip and 0.02 s beside."""
+    rate, stored = 5e6, 23_040
+
+    def run(tokens: int) -> LinkRun:
+        first_s = _PREFILL.prefill(min(256, tokens), 0, 256)
+        prefill_s = 0.03 + first_s + 1.5 * (_PREFILL.prefill(tokens, 0, 256) - first_s)
+        coded = round(tokens * stored * 0.7)
+        return LinkRun(tokens, prefill_s, prefill_s + coded / rate + 0.03 + 0.02 + _MAIN.step(1, tokens) + 0.01, tokens * stored, coded)
+
+    measured = Measured(
+        links=[run(128), run(1024)],
+        beside_link=[DecodeRun("main", 1, 250, 1.1 * _MAIN.step(1, 250), ("link",))],
+        pushes=[PrefillRun(512, 0.03 + 1.3 * _PREFILL.prefill(512, 0, 256))],
+    )
+    beside = fit_beside(measured, {"prefill": _PREFILL, "main": _MAIN}, 256, 0.03)
+    assert beside["link"] == pytest.approx({"prefill": 1.5, "main": 1.1})
+    assert beside["push"] == pytest.approx({"prefill": 1.3})
+    share, link_s = fit_link_overhead(measured, _MAIN, 0.01, 0.03, rate, 256)
+    assert share == pytest.approx(0.7)
+    assert link_s == pytest.approx(0.02)
+    assert first_overhead([0.1, 0.06, 0.05], _MAIN.step) == pytest.approx(0.06 - _MAIN.step(1, 0))
 
 
 def test_the_simulated_mix_is_the_live_one_request_by_request() -> None:
     mix = skewed(SkewedMix(40, 0.5), 300, 9)
-    report, found = simulate(SPEC, Skewed(kind="skewed", num_requests=40, rate_per_s=0.5, vocab_size=300), 9)
+    report, found = simulate(SPEC, Skewed(num_requests=40, rate_per_s=0.5, vocab_size=300), 9)
     assert report.ttft.num == 40
     assert report.prompt_tokens == sum(len(request.prompt_ids) for request in mix.requests)
     assert report.relay_tokens + report.main_tokens == sum(request.output_tokens for request in mix.requests)
@@ -50,8 +109,15 @@ def test_the_simulated_mix_is_the_live_one_request_by_request() -> None:
 
 
 def test_how_far_off_a_figure_is() -> None:
-    live = {"pdd": {"ttft_s": {"p50": 2.0, "p90": 4.0}, "e2e_s": {"p50": 8.0}, "tokens_per_s": 50.0}}
-    sim = {"pdd": {"ttft_s": {"p50": 2.2, "p90": 3.0}, "e2e_s": {"p50": 8.0}, "output_tokens_per_s": 55.0}, "same_site": {}}
-    assert [round(error.off, 6) for error in errors(sim, live)] == [0.1, -0.25, 0.0, 0.1]
+    live = {"ttft_s": {"p50": 2.0, "p90": 4.0}, "e2e_s": {"p50": 8.0}, "tokens_per_s": 50.0}
+    found = errors("s", {"pdd": Figures(2.2, 3.0, 56.0, 16.0), "same_site": Figures(1, 1, 1, 1)}, {"pdd": live_figures(live)})
+    assert {one.figure: (round(one.off, 6), one.within) for one in found} == {
+        "ttft_p50_s": (0.1, True),
+        "ttft_p90_s": (-0.25, True),
+        "tokens_per_s": (0.12, False),
+        "e2e_p50_s": (1.0, True),
+    }
     with pytest.raises(KeyError, match="no mode"):
-        errors({"a": {}}, live)
+        errors("s", {"a": Figures(1, 1, 1, 1)}, {"b": Figures(1, 1, 1, 1)})
+    with pytest.raises(KeyError):
+        live_figures({})

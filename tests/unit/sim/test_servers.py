@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pdd.sim.cache import PrefixCache
 from pdd.sim.link import FairLink, ShortestLink
 from pdd.sim.server import Host, SharedServer
+from pdd.sim.spec import HostSpec
 
 Jobs = Sequence[tuple[float, float]]  # (arrival, work), in order of arrival
 _JOBS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 30)), min_size=1, max_size=8).map(
@@ -24,8 +25,12 @@ def _simulated(jobs: Jobs, serve: SharedServer | FairLink | ShortestLink, env: s
 
     def one(index: int, arrival: float, work: float) -> object:
         yield env.timeout(arrival)
-        job = serve.add(work) if isinstance(serve, SharedServer) else serve.send(work)
-        yield job.done
+        if isinstance(serve, SharedServer):
+            yield serve.add(work).done
+        else:
+            transfer = serve.open(work)
+            serve.feed(transfer, work)
+            yield transfer.done
         ends[index] = env.now
 
     for index, (arrival, work) in enumerate(jobs):
@@ -96,18 +101,77 @@ def test_what_is_cancelled_gives_way_and_says_what_it_got() -> None:
     assert server.num_jobs == 0
 
 
-def test_engines_of_one_host_share_its_cores() -> None:
+def test_engines_of_one_host_slow_each_other_down_as_measured() -> None:
     env = simpy.Environment()
-    host = Host(2)
-    first, second = (SharedServer(env, lambda n, _: host.speed / n) for _ in range(2))
-    host.add(first, threads=2)
-    host.add(second, threads=2)
-    a = first.add(3.0)
-    env.run(until=1.0)
-    b = second.add(1.0)  # from here both want two cores: each gets half
-    env.run(until=a.done)
-    assert env.now == pytest.approx(4.0)
-    assert b.done.triggered
+    spec = HostSpec(
+        {frozenset({"prefill", "main"}): {"prefill": 2.0, "main": 1.25}, frozenset({"prefill", "relay", "main"}): {"prefill": 4.0}},
+        {"link": {"main": 2.0}},
+    )
+    host = Host(spec)
+
+    def add(role: str) -> SharedServer:
+        server = SharedServer(env, lambda n, _: host.speed(role))
+        host.add(role, server)
+        return server
+
+    servers = {role: add(role) for role in ("prefill", "relay", "main")}
+    link_busy = False
+    host.watch("link", lambda: link_busy)
+    prefill = servers["prefill"].add(10.0)
+    env.run(until=1.0)  # 1 done, alone
+    main = servers["main"].add(10.0)
+    env.run(until=3.0)  # 1 more, at half speed
+    assert servers["prefill"].got(prefill) == pytest.approx(2.0)
+    assert servers["main"].got(main) == pytest.approx(1.6)
+    servers["relay"].add(100.0)
+    env.run(until=7.0)  # 1 more of prefill; main, of whom nothing is known beside both, goes on as beside prefill
+    assert servers["prefill"].got(prefill) == pytest.approx(3.0)
+    assert servers["main"].got(main) == pytest.approx(4.8)
+    link_busy = True
+    host.look()
+    env.run(until=9.0)
+    assert servers["prefill"].got(prefill) == pytest.approx(3.5)
+    assert servers["main"].got(main) == pytest.approx(5.6)
+
+
+def test_who_comes_during_a_step_begins_with_the_next() -> None:
+    env = simpy.Environment()
+    server = SharedServer(env, lambda n, _: 1.0)
+    first = server.add(3.0, whole=True)
+    env.run(until=0.25)
+    second = server.add(2.0, whole=True)
+    assert server.got(second) == 0
+    assert server.until(second, 1) == pytest.approx(1.75)
+    env.run(until=second.done)
+    assert env.now == pytest.approx(3.0)
+    assert first.done.triggered
+    env.run(until=3.4)
+    third = server.add(1.0, whole=True)  # nobody is stepping: at once
+    env.run(until=third.done)
+    assert env.now == pytest.approx(4.4)
+
+
+@pytest.mark.parametrize("make", [FairLink, ShortestLink])
+def test_a_transfer_waits_for_what_is_computed_and_lets_others_go_meanwhile(make: type[FairLink] | type[ShortestLink]) -> None:
+    env = simpy.Environment()
+    link = make(env, 2.0, None)
+    early, late = link.open(6.0), link.open(8.0)
+    link.feed(early, 2.0)
+    link.feed(late, 8.0)
+    env.run(until=4.0)  # 2 of early and 6 of late, in either order
+    assert link.num_transfers == 2
+    env.run(until=late.done)
+    assert env.now == pytest.approx(5.0)
+    link.feed(early, 4.0)
+    env.run(until=early.done)
+    assert env.now == pytest.approx(7.0)
+    assert (link.queued_bytes, link.num_transfers, link.busy) == (0.0, 0, False)
+    gone = link.open(4.0)
+    link.feed(gone, 4.0)
+    env.run(until=7.5)
+    link.cancel(gone)
+    assert (link.queued_bytes, link.num_transfers, link.busy) == (0.0, 0, False)
+    assert link.sent_bytes == pytest.approx(15.0)
 
 
 @settings(max_examples=100, deadline=None)

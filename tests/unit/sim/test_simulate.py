@@ -37,7 +37,8 @@ def _traffic(rate: float, num: int, **more: object) -> StatedHits:
 
 def test_waiting_for_prefill_is_that_of_an_m_d_1_queue() -> None:
     """Pollaczek-Khinchine: the mean wait of Poisson arrivals for a fixed service s at load r is r s / (2 (1 - r))."""
-    spec = replace(SPEC, main=replace(SPEC.main, max_rows=10_000), link=LinkSpec(1e15, 0.0), rule="direct")
+    one_by_one = replace(SPEC.prefill, max_rows=1, step_tokens=5000)
+    spec = replace(SPEC, prefill=one_by_one, main=replace(SPEC.main, max_rows=10_000), link=LinkSpec(1e15, 0.0), rule="direct")
     service_s, load = 0.5, 0.7
     _, found = simulate(spec, _traffic(load / service_s, 6000, high_share=0, mean_hit=0, low_spread=0), seed=3)
     ttft = found["ttft_s"]
@@ -58,7 +59,7 @@ def test_every_token_is_made_once_and_every_missing_byte_crosses_once() -> None:
 
 def test_a_relay_hides_the_link() -> None:
     traffic = _traffic(0.4, 400, high_share=0.7, mean_hit=0.8)
-    policy = PolicyConfig(direct_budget_s=0.1)
+    policy = PolicyConfig(direct_budget_s=0.1, handoff="one_shot")
     slow = replace(SPEC, link=LinkSpec(rate_bytes_s=6e7, rtt_s=0.03), policy=policy)
     near = simulate(replace(slow, rule="direct", relay=None, link=LinkSpec(1e12, 0.0)), traffic, 0)[0]
     far = simulate(replace(slow, rule="direct", relay=None), traffic, 0)[0]

@@ -1,0 +1,176 @@
+"""What `pdd profile` measures: short requests to a deployment of its own, alone and beside others that decode. No scenario is replayed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import httpx
+import numpy as np
+
+from pdd.bench.modes import Mode
+from pdd.bench.serve.client import Record, Target, send
+from pdd.sim.fit import DecodeRun, ExtendRun, LinkRun, Measured, PrefillRun
+
+_PROMPTS = (33, 129, 257, 513, 1025)  # KV of all tokens but the last is computed
+_LINK_PROMPTS = (129, 1025)
+_BESIDE_PROMPT = 513
+_DECODES = ((1, 250), (4, 250), (8, 250), (4, 1100))  # rows, context
+_BOTH_ROWS = (1, 2, 4)  # at relay and at main
+_EXTENDS = (8, 136)  # log tokens that main is given at once
+_ROUNDS = 2
+_WATCH_S = 1.5
+_SETTLE_S = 0.4
+_ENDLESS = 2000
+_FIRST_PIECES = 3
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A request that decodes until the probe is over. ``role``: where."""
+
+    role: str
+    record: Record
+    task: asyncio.Task[None]
+
+    def tokens(self, from_s: float, to_s: float) -> int:
+        start_s = self.record.start_s
+        return sum(tokens for at_s, tokens in self.record.pieces if from_s < start_s + at_s <= to_s)
+
+
+class Prober:
+    """``targets``: the doors of one deployment's modes. ``has_relay``: whether probes of a relay make sense."""
+
+    def __init__(self, http: httpx.AsyncClient, targets: Mapping[Mode, Target], vocab_size: int, has_relay: bool) -> None:
+        self._http = http
+        self._targets = targets
+        self._vocab_size = vocab_size
+        self._rng = np.random.default_rng(0)
+        self._number = 0
+        self._roles = ("relay", "main") if has_relay else ("main",)
+
+    async def measure(self, told: Callable[[str], None]) -> Measured:
+        """Raises ValueError when a probe fails."""
+        found = Measured()
+        for mode in self._targets:
+            await self._ask(mode, _BESIDE_PROMPT, 4)  # what the first request warms is not what is measured
+        told("one request at a time")
+        for _ in range(_ROUNDS):
+            await self._alone(found)
+        for rows, context in _DECODES:
+            for role in self._roles:
+                told(f"prefill beside {rows} rows of {context} tokens at {role}")
+                async with self._decoding([role] * rows, context) as held:
+                    await self._beside(found, held, context)
+        if len(self._roles) > 1:
+            for rows in _BOTH_ROWS:
+                told(f"prefill beside {rows} rows at relay and at main")
+                async with self._decoding(["relay", "main"] * rows, _DECODES[0][1]) as held:
+                    for _ in range(_ROUNDS):
+                        await self._beside(found, held, _DECODES[0][1])
+        told("main beside a transfer")
+        async with self._decoding(["main"], _DECODES[0][1]) as held:
+            probe = await self._ask("cross_site", _LINK_PROMPTS[-1], 2)
+            done, arrived = (probe.start_s + _time(probe, key) for key in ("prefill_done_s", "main_kv_s"))
+            found.beside_link.append(DecodeRun("main", 1, _DECODES[0][1], _itl_s(held, done, arrived), ("link",)))
+        return found
+
+    async def _alone(self, found: Measured) -> None:
+        for tokens in _PROMPTS:
+            record = await self._ask("same_site", tokens, 3, pipeline="direct")
+            found.prefills.append(PrefillRun(tokens - 1, _time(record, "prefill_done_s")))
+            found.main_firsts_s.append(record.ttft_s - _time(record, "prefill_done_s"))
+        for tokens in _LINK_PROMPTS:
+            record = await self._ask("cross_site", tokens, 3, pipeline="direct")
+            stored, coded = (int(record.timeline[key] or 0) for key in ("wan_kv_bytes", "wan_kv_wire_bytes"))
+            found.links.append(LinkRun(tokens - 1, _time(record, "prefill_done_s"), record.ttft_s, stored, coded))
+        if len(self._roles) > 1:
+            for tokens in _LINK_PROMPTS:
+                record = await self._ask("pdd", tokens, 3, pipeline="local")
+                found.pushes.append(PrefillRun(tokens - 1, _time(record, "prefill_done_s")))
+                found.relay_firsts_s.append(record.ttft_s - _time(record, "prefill_done_s"))
+            for backlog in _EXTENDS:
+                record = await self._ask("pdd", _PROMPTS[0], backlog + 4, pipeline="relay", handoff="one_shot", handoff_at=backlog)
+                found.extends.append(ExtendRun(backlog, _time(record, "handoff_done_s") - _time(record, "handoff_start_s")))
+
+    async def _beside(self, found: Measured, held: Sequence[_Row], context: int) -> None:
+        roles = tuple(dict.fromkeys(row.role for row in held))
+        began = time.perf_counter()
+        await asyncio.sleep(_WATCH_S)
+        for role in roles:
+            rows = [row for row in held if row.role == role]
+            grown = context + round(np.mean([sum(tokens for _, tokens in row.record.pieces) for row in rows]))
+            found.decodes.append(DecodeRun(role, len(rows), grown, _itl_s(rows, began, time.perf_counter()), roles))
+        probe = await self._ask("same_site", _BESIDE_PROMPT, 2, pipeline="direct")
+        took_s = _time(probe, "prefill_done_s")
+        found.prefills_beside.append(PrefillRun(_BESIDE_PROMPT - 1, took_s, ("prefill", *roles)))
+        for role in roles:
+            rows = [row for row in held if row.role == role]
+            grown = context + round(np.mean([sum(tokens for _, tokens in row.record.pieces) for row in rows]))
+            itl_s = _itl_s(rows, probe.start_s, probe.start_s + took_s)
+            found.decodes_beside.append(DecodeRun(role, len(rows), grown, itl_s, ("prefill", *roles)))
+
+    @asynccontextmanager
+    async def _decoding(self, roles: Sequence[str], context: int) -> AsyncIterator[list[_Row]]:
+        """A row per entry of ``roles``, all past their first tokens; they share a prompt, so that it is prefilled once."""
+        prompt, salt = self._ids(context), self._salt()
+        held: list[_Row] = []
+        try:
+            for role in roles:
+                mode: Mode = "pdd" if role == "relay" else "same_site"
+                record = Record("row", len(held), time.perf_counter(), context)
+                body = self._body(prompt, _ENDLESS, salt, {"pipeline": "local" if role == "relay" else "direct"})
+                held.append(_Row(role, record, asyncio.create_task(send(self._http, self._targets[mode], record, body))))
+                first_of_role = sum(row.role == role for row in held) == 1
+                while first_of_role and not record.pieces and not held[-1].task.done():
+                    await asyncio.sleep(_SETTLE_S / 10)
+            while any(len(row.record.pieces) < _FIRST_PIECES and not row.task.done() for row in held):
+                await asyncio.sleep(_SETTLE_S / 10)
+            failed = [row.record.error for row in held if row.task.done()]
+            if failed:
+                raise ValueError(f"a row of a probe ended: {failed[0] or 'it said everything'}")
+            await asyncio.sleep(_SETTLE_S)
+            yield held
+        finally:
+            for row in held:
+                row.task.cancel()
+            await asyncio.gather(*(row.task for row in held), return_exceptions=True)
+            await asyncio.sleep(_SETTLE_S)
+
+    async def _ask(self, mode: Mode, tokens: int, output_tokens: int, **override: str | int) -> Record:
+        record = Record("probe", self._number, time.perf_counter(), tokens)
+        await send(self._http, self._targets[mode], record, self._body(self._ids(tokens), output_tokens, self._salt(), override))
+        if record.error:
+            raise ValueError(f"a probe failed: {record.error}")
+        return record
+
+    def _body(self, prompt: Sequence[int], output_tokens: int, salt: str, override: Mapping[str, str | int]) -> dict[str, object]:
+        wish = {"report_origin": True, "timeline": True, **override}
+        sampling = {"max_tokens": output_tokens, "ignore_eos": True, "temperature": 0}
+        return {"prompt": list(prompt), "cache_salt": salt, "pdd": wish, **sampling}
+
+    def _ids(self, count: int) -> list[int]:
+        found: list[int] = self._rng.integers(self._vocab_size // 2, self._vocab_size, size=count).tolist()
+        return found
+
+    def _salt(self) -> str:
+        self._number += 1
+        return f"profile-{self._number}"
+
+
+def _itl_s(rows: Sequence[_Row], from_s: float, to_s: float) -> float:
+    """Seconds per token of a row. Raises ValueError when none came."""
+    tokens = sum(row.tokens(from_s, to_s) for row in rows)
+    if tokens == 0:
+        raise ValueError(f"no token came within {to_s - from_s:.1f} s")
+    return (to_s - from_s) * len(rows) / tokens
+
+
+def _time(record: Record, key: str) -> float:
+    value = record.timeline.get(key)
+    if not isinstance(value, int | float):
+        raise ValueError(f"a probe's timeline has no {key}: {record.timeline}")
+    return float(value)

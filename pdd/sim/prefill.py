@@ -1,0 +1,82 @@
+"""A prefill engine under the virtual clock, step by step: which prompt gets how much of a step is the live worker's own scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import simpy
+
+from pdd.sim.server import SharedServer
+from pdd.sim.spec import RoleSpec
+from pdd.worker.scheduler import RowDemand, StepBudget, plan_step
+
+
+@dataclass(eq=False)
+class PrefillJob:
+    """``left``: tokens to compute · ``behind``: that are in KV before them · ``computed``: is told of each step's new tokens · ``done``:
+    succeeds with the last.
+    """
+
+    number: int
+    left: int
+    behind: int
+    computed: Callable[[int], None]
+    done: simpy.Event
+    last_step: int = 0
+
+
+class PrefillEngine:
+    """``server`` keeps the pace: a step is a job of as many seconds as it takes alone."""
+
+    def __init__(self, env: simpy.Environment, spec: RoleSpec, server: SharedServer) -> None:
+        self._env = env
+        self._cost = spec.cost
+        self._budget = StepBudget(spec.step_tokens, spec.max_rows)
+        self._server = server
+        self._jobs: dict[int, PrefillJob] = {}  # in order of arrival
+        self._number = 0
+        self._num_steps = 0
+        self._stepping = False
+
+    def add(self, miss_tokens: int, hit_tokens: int, computed: Callable[[int], None]) -> PrefillJob:
+        """It has its first row when the step that runs has ended."""
+        job = PrefillJob(self._number, miss_tokens, hit_tokens, computed, self._env.event())
+        self._number += 1
+        if miss_tokens == 0:
+            job.done.succeed()
+            return job
+        self._jobs[job.number] = job
+        if not self._stepping:
+            self._step()
+        return job
+
+    def _step(self) -> None:
+        rows = self._rows()
+        self._stepping = bool(rows)
+        if not rows:
+            return
+        self._num_steps += 1
+        work_s = self._cost.prefill_s + sum(self._cost.chunk(tokens, job.behind) for job, tokens in rows)
+        step = self._server.add(work_s)
+        assert step.done.callbacks is not None
+        step.done.callbacks.append(lambda _: self._stepped(rows))
+
+    def _rows(self) -> list[tuple[PrefillJob, int]]:
+        jobs = list(self._jobs.values())
+        if len(jobs) < 2:
+            return [(job, min(job.left, self._budget.max_step_tokens)) for job in jobs]
+        demands = [RowDemand(str(job.number), job.number, job.left, samples=False, last_step=job.last_step) for job in jobs]
+        return [(self._jobs[int(row.request_id)], row.num_tokens) for row in plan_step(demands, self._budget).rows]
+
+    def _stepped(self, rows: list[tuple[PrefillJob, int]]) -> None:
+        for job, tokens in rows:
+            job.left -= tokens
+            job.behind += tokens
+            job.last_step = self._num_steps
+            if job.left == 0:
+                del self._jobs[job.number]
+            job.computed(tokens)
+            if job.left == 0:
+                job.done.succeed()
+        self._step()
