@@ -23,7 +23,10 @@ class ChildEvent:
 
 
 class ChildProcess:
-    """Puts every event into ``events``. The child runs in a session of its own: a Ctrl-C at the terminal reaches the launcher alone."""
+    """Puts every event into ``events``. The child is in a process group of its own: a Ctrl-C at the terminal reaches the launcher alone.
+    Not in a session of its own: Linux shares cores out by session first, and only within one does a thread that gives way
+    (:mod:`pddbridge.give_way`) do so for all processes of a deployment.
+    """
 
     def __init__(self, name: str, argv: list[str], env: dict[str, str], log: Path, events: queue.Queue[ChildEvent]) -> None:
         self.name = name
@@ -35,7 +38,7 @@ class ChildProcess:
         self.heard_s: float | None = None  # monotonic: when it last said that it is alive; None before it did
         with log.open("ab") as stderr:
             self._popen = subprocess.Popen(
-                argv, env={**os.environ, **env}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True
+                argv, env={**os.environ, **env}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, process_group=0
             )
         self._reader = threading.Thread(target=self._read, name=f"{name}-events", daemon=True)
         self._reader.start()

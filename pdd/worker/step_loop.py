@@ -19,6 +19,7 @@ from functools import partial
 from pdd.worker import messages as m
 from pdd.worker.executor import Executor, ExecutorLimits
 from pddbridge.engine import Engine, EngineConfig
+from pddbridge.give_way import give_way
 from pddbridge.kv_layout import KVLayout
 from pddbridge.kv_spec import KVSpec
 from pddbridge.model_spec import ModelSpec
@@ -137,6 +138,7 @@ class StepLoop:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        give_way()  # before there is an engine: the threads of its framework are started from here, and inherit it
         try:
             engine = self._make_engine()
             engine.warm_up(self._progress)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from pddbridge.give_way import give_way
+
 T = TypeVar("T")
 
 
@@ -17,7 +19,7 @@ class CodingThreads:
     """
 
     def __init__(self, max_threads: int = 2) -> None:
-        self._threads = ThreadPoolExecutor(max_threads, thread_name_prefix="kv-coding")
+        self._threads = ThreadPoolExecutor(max_threads, thread_name_prefix="kv-coding", initializer=give_way)
 
     async def run(self, work: Callable[[], T]) -> T:
         """``work()``, by one of the threads."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import signal
 import socket
@@ -21,6 +22,7 @@ from pdd.config import LaunchConfig
 from pdd.launch.plan import plan_topology
 from pdd.launch.process import ChildEvent, ChildProcess
 from pdd.topology import Address, Topology
+from pddbridge.give_way import COMPUTE_NICE
 from pddbridge.rpc.convert import params_to_proto
 from pddbridge.rpc.gen import worker_pb2, worker_pb2_grpc
 from pddbridge.sampling_params import SamplingParams
@@ -84,6 +86,15 @@ def health(address: Address) -> int:
     return int(reply.status)
 
 
+def niceness(pid: int) -> dict[str, int]:
+    """By name and number of thread."""
+    found = {}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
+        found[f"{name} {task.name}"] = int(rest.split()[16])
+    return found
+
+
 def opening(hold: threading.Event) -> Iterator[worker_pb2.WorkerCommand]:
     """An open and then nothing more: the stream is the hold."""
     params = params_to_proto(SamplingParams(seed=1, max_tokens=5, temperature=0.0))
@@ -124,6 +135,20 @@ def test_it_serves_and_ends_with_its_parent(model: Path, tmp_path: Path, started
         assert [event.failed.code for event in last] == ["UNAVAILABLE"]
     assert process.child.wait(time.monotonic() + STOP_TIMEOUT_S)
     assert process.ended()[0] == 0
+
+
+@pytest.mark.parametrize(("worker", "threads"), [("prefill-0", "tf_XLAEigen"), ("main-0", "python")])
+def test_compute_threads_give_way_to_the_event_loop(worker: str, threads: str, model: Path, tmp_path: Path, started: list[Process]) -> None:
+    config = launch_config(str(model), engines=("jax", "jax", "torch"))
+    process = Process(config, plan_topology(config), tmp_path, worker)
+    started.append(process)
+    process.until("ready")
+    pid, own = process.child.pid, os.getpriority(os.PRIO_PROCESS, 0)
+    found, nicer = niceness(pid), min(own + COMPUTE_NICE, 19)
+    assert found.pop(next(name for name in found if name.endswith(f" {pid}"))) == own  # the event loop is the main thread
+    assert nicer in [nice for name, nice in found.items() if name.startswith(threads)]
+    assert {nice for name, nice in found.items() if name.startswith("tf_XLA")} <= {nicer}
+    assert os.getsid(pid) == os.getsid(0) != os.getpgid(pid) == pid
 
 
 def test_sigterm_while_loading_ends_it(model: Path, tmp_path: Path, started: list[Process]) -> None:

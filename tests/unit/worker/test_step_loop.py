@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -16,6 +18,7 @@ from pdd.errors import Code
 from pdd.worker import messages as m
 from pdd.worker.step_loop import THREAD_NAME, Events, StepLoop, StepLoopEndedError
 from pddbridge.engine import KVBlock
+from pddbridge.give_way import COMPUTE_NICE
 from pddbridge.kv_spec import HeadRange, LayerRange, TokenRange
 from pddbridge.sampling_params import SamplingParams
 from tests.support.fake_engine import FakeEngine, expected_log
@@ -66,6 +69,37 @@ async def stop(loop: StepLoop) -> None:
 def opening(deadline_s: float = 60.0, transfer: bool = False) -> m.OpenRequest:
     params = SamplingParams(seed=1, max_tokens=8)
     return m.OpenRequest("r", "t", PROMPT, (), params, transfer, True, None, (), time.monotonic() + deadline_s)
+
+
+def niceness() -> int:
+    """Of the calling thread."""
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+async def test_the_step_thread_and_the_threads_of_its_engine_give_way_to_the_event_loop() -> None:
+    before, found = niceness(), {}
+    nicer = min(before + COMPUTE_NICE, 19)
+
+    class Pool(FakeEngine):
+        """Starts a thread, as frameworks do, when it is made."""
+
+        def __init__(self, before_step: Callable[[object], None]) -> None:
+            super().__init__(before_step=before_step)
+            helper = threading.Thread(target=lambda: found.update(helper=niceness()))
+            helper.start()
+            helper.join()
+
+    def hold(step: object) -> None:
+        found.update(step=niceness())
+
+    inbox = Inbox()
+    loop = StepLoop(lambda: Pool(before_step=hold), asyncio.get_running_loop(), inbox.deliver, inbox.crashed)
+    loop.start()
+    loop.submit(opening())
+    await inbox.until(m.Tokens)
+    await stop(loop)
+    assert found == {"step": nicer, "helper": nicer}
+    assert niceness() == before
 
 
 async def test_a_flood_of_received_kv_does_not_hold_up_decode_rows(monkeypatch: pytest.MonkeyPatch) -> None:
