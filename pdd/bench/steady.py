@@ -1,8 +1,8 @@
 """`pdd bench steady`: minutes of mixed traffic through a whole deployment, and whether it stays as it was.
 
 Judged: compilations after ready (none), growth of every process's resident memory after the first minute, lateness of every event loop
-(P99), ledgers idle when the traffic ends, and the CPU that idle processes take. Pages of the prefix cache's second tier are cached data in
-memory that the launch config grants; what a worker reports of them is taken off its memory before growth is judged.
+(P99), ledgers idle when the traffic ends, and the CPU that idle processes take. Nothing is taken off a process's memory: the second tier of
+the prefix cache is there from the start.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Row:
-    """One process. ``growth``: a share, of the memory after settling, without second-tier pages. ``lag_p99_s``, ``lag_max_s``: upper
-    bounds of the histogram's buckets; None for a process without the histogram. ``compilations``: after ready; None for other processes
-    than workers. ``idle_cpu``: share of a core without traffic.
+    """One process. ``growth``: a share, of the memory after settling. ``host_tier_bytes``: taken by pages at the end. ``lag_p99_s``,
+    ``lag_max_s``: upper bounds of the histogram's buckets; None for a process without the histogram. ``compilations``: after ready; None
+    for other processes than workers. ``idle_cpu``: share of a core without traffic.
     """
 
     process: str
@@ -154,7 +154,7 @@ def _report(
                 rss_start_bytes=series[0][0],
                 rss_end_bytes=series[-1][0],
                 host_tier_bytes=series[-1][1],
-                growth=round(growth([rss - host for rss, host in series]), 4),
+                growth=round(growth([rss for rss, _ in series]), 4),
                 lag_p99_s=None if lag is None else _finite(lag.quantile_s(0.99)),
                 lag_max_s=None if lag is None else _finite(lag.quantile_s(1.0)),
                 compilations=None if ledger is None else ledger.compilations_after_ready,

@@ -68,6 +68,8 @@ class _Pipe:
         self._may_pass.set()
         self._writer = _Writer(sink)
         self._flow = Flow(direction, self._writer.put)
+        # One for all reads: an object for each, kept as long as its last piece, leaves holes in the heap, which then grows by megabytes.
+        self._read_into = memoryview(bytearray(_READ_BYTES))
         self._ended = False
         self._delivery: asyncio.Future[None] = asyncio.ensure_future(self._writer.run())
 
@@ -100,15 +102,15 @@ class _Pipe:
                     continue
                 await self._may_pass.wait()
                 try:
-                    data = await loop.sock_recv(self._source, _READ_BYTES)
+                    num_read = await loop.sock_recv_into(self._source, self._read_into)
                 except OSError:
                     if not self.swallowing:
                         raise
-                    data = b""
-                if not data:
+                    num_read = 0
+                if not num_read:
                     break
                 self._connection.active()
-                await self._take(data)
+                await self._take(self._read_into[:num_read])
             if self.swallowing:
                 while self._buffered_bytes and not self._delivery.done():
                     await asyncio.sleep(_POLL_S)
@@ -128,18 +130,18 @@ class _Pipe:
         """Wait until the sink has seen the end of the stream, or is gone."""
         await asyncio.wait([self._delivery])
 
-    async def _take(self, data: bytes) -> None:
-        """Pass ``data`` on, in pieces that end where the next fault begins."""
-        rest = memoryview(data)
+    async def _take(self, rest: memoryview) -> None:
+        """Pass it on, in pieces that end where the next fault begins."""
         while rest:
             await self._may_pass.wait()
             size = len(rest)
             if self._faults:
                 size = min(size, max(0, (self._faults[0].after_bytes or 0) - self._num_read))
-            piece, rest = bytes(rest[:size]), rest[size:]
+            piece, rest = rest[:size], rest[size:]
             self._num_read += size
             if self.flip_next and piece:
-                piece, self.flip_next = bytes([piece[0] ^ 1]) + piece[1:], False
+                piece[0] ^= 1
+                self.flip_next = False
             if piece and not self.swallowing and not self._ended:
                 self._flow.offer(piece)
             self._strike_at_byte()

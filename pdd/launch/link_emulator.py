@@ -24,6 +24,7 @@ from pdd.faults import Fault, LinkOrder, PortKind
 from pdd.launch import child
 from pdd.launch.link_connection import Connection, reset_on_close
 from pdd.launch.shaper import Direction
+from pdd.settle import one_heap, settle
 from pdd.topology import Address, Topology
 
 # What the kernel may take of a connection before the line does: so long a part of the rate, as a narrow link's first router would.
@@ -225,6 +226,7 @@ async def _serve(config: LaunchConfig, topology_file: Path) -> None:
     child.when_parent_ends(loop, stop, on_line)
     for port, link in proxy_ports(config, topology):
         await emulator.add(port, link)
+    settle()
     child.report("ready")
     alive = asyncio.create_task(child.stay_alive())
     await stop.wait()
@@ -233,6 +235,7 @@ async def _serve(config: LaunchConfig, topology_file: Path) -> None:
 
 
 def main() -> None:
+    one_heap()
     parser = argparse.ArgumentParser(prog="pdd.launch.link_emulator")
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--topology", type=Path, required=True)

@@ -42,8 +42,8 @@ class Flow:
         self.last_due_s = 0.0
         self.closed = False
 
-    def offer(self, data: bytes) -> None:
-        """Queue bytes as they were read from the near socket; b"" marks the end of the stream."""
+    def offer(self, data: bytes | memoryview) -> None:
+        """Queue bytes as they were read from the near socket, copied; b"" marks the end of the stream."""
         view = memoryview(data)
         pieces = [bytes(view[i : i + QUANTUM_BYTES]) for i in range(0, len(data), QUANTUM_BYTES)] or [b""]
         self.waiting.extend(pieces)

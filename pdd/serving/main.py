@@ -39,6 +39,7 @@ from pdd.serving.tenant_limits import TenantLimits
 from pdd.serving.text.model import TextModel
 from pdd.serving.worker_metrics import LeaseCollector
 from pdd.serving.worker_pool import WorkerPool
+from pdd.settle import one_heap, settle
 from pdd.tls_setup import coordinator_rpc_tls, door_tls
 from pdd.topology import Topology
 from pddbridge.rpc.channel import ServerLimits, bind
@@ -47,6 +48,7 @@ log = logging.getLogger(__name__)
 
 
 def main() -> None:
+    one_heap()
     parser = argparse.ArgumentParser(prog="pdd.serving.main")
     for option in ("--config", "--topology", "--cache-dir"):
         parser.add_argument(option, type=Path, required=True)
@@ -154,6 +156,7 @@ async def _serve_doors(
     alive: asyncio.Task[None] | None = None
     try:
         await _http_started(http_server, tasks["the HTTP door"])
+        settle()
         report("ready", http=str(http_socket.getsockname()[1]), model=front.generator.limits.model_name)
         alive = asyncio.create_task(stay_alive())
         await asyncio.wait((stopping, *tasks.values()), return_when=asyncio.FIRST_COMPLETED)

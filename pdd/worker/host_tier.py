@@ -1,26 +1,36 @@
-"""The prefix cache's second tier: pages that had to leave the device, kept in host memory. Owns which of them are kept.
+"""The prefix cache's second tier: pages that had to leave the device, kept in host memory. Owns which of them are kept, and their memory.
 
 A radix tree of its own, so the first tier knows nothing of it: a page is found by the tokens of the whole prefix that it ends. Pages leave
 in the order in which they were last stored or found, the ends of prefixes before their beginnings.
+
+All memory is taken and touched when the tier is made: a worker is then as large as it will ever be, and a machine that is too small says so
+at once and not after an hour of traffic.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from pdd.worker.pages import LedgerError
 from pdd.worker.radix import PageTokens, RadixNode
 from pddbridge.engine import KVBlock
-from pddbridge.kv_spec import TokenRange
+from pddbridge.kv_block import arrays_in, room_for
+from pddbridge.kv_spec import KVSpec, TokenRange
 
 Blocks = tuple[KVBlock, ...]
+# Reads a page, into these arrays where the device can; see :meth:`pddbridge.engine.Engine.read_kv`.
+ReadPage = Callable[[tuple[np.ndarray, ...]], Blocks]
 
 
 @dataclass(frozen=True)
 class TierCounts:
-    """``stored``, ``evicted``: pages that came and went, ever. ``hit_tokens``: tokens that requests got from here instead of computing."""
+    """``num_bytes``: of the memory, taken by pages. ``stored``, ``evicted``: pages that came and went, ever. ``hit_tokens``: tokens that
+    requests got from here instead of computing.
+    """
 
     pages: int = 0
     num_bytes: int = 0
@@ -31,21 +41,27 @@ class TierCounts:
 
 
 class _Node(RadixNode["_Node"]):
-    __slots__ = ("blocks", "parent")
+    __slots__ = ("blocks", "parent", "slot")
 
     def __init__(self, parent: _Node | None, key: PageTokens) -> None:
         super().__init__(key)
         self.parent = parent
         self.blocks: Blocks | None = None  # None: on the device, or gone, while a longer prefix is here
+        self.slot = 0  # of the memory; means something with ``blocks``
 
 
 class HostTier:
-    """At most ``capacity_bytes`` of KV. Every call is made by the step thread."""
+    """At most ``capacity_bytes`` of KV of ``spec``, in whole pages. Every call is made by the step thread."""
 
-    def __init__(self, capacity_bytes: int, page_size: int) -> None:
+    def __init__(self, capacity_bytes: int, page_size: int, spec: KVSpec) -> None:
         if capacity_bytes < 1:
             raise ValueError(f"capacity_bytes: given {capacity_bytes}, allowed 1 or more")
-        self._page_size = page_size
+        self._page_size, self._spec = page_size, spec
+        self._page_bytes = room_for(spec, page_size)
+        num_slots = capacity_bytes // self._page_bytes
+        self._memory = np.empty((num_slots, self._page_bytes), np.uint8)
+        self._memory.fill(0)  # np.zeros would leave it untouched
+        self._free = list(range(num_slots))
         self._roots: dict[str, _Node] = {}
         self._by_age: OrderedDict[int, _Node] = OrderedDict()  # id(node): nodes with blocks, longest unused first
         self._counts = TierCounts(capacity_bytes=capacity_bytes)
@@ -60,13 +76,20 @@ class HostTier:
         self._by_age.move_to_end(id(node))
         return True
 
-    def put(self, namespace: str, path: Sequence[PageTokens], blocks: Blocks) -> None:
-        """Keep the page at the end of ``path``, all planes of its tokens; older ones make room. One that is too large is not kept."""
-        size = _size(blocks)
-        if size > self._counts.capacity_bytes:
+    def put(self, namespace: str, path: Sequence[PageTokens], read: ReadPage) -> None:
+        """Keep the page at the end of ``path``, all planes of its tokens, as ``read`` gives it; the oldest one makes room. A tier without
+        room for one page keeps none. Raises what ``read`` does; an older page may then be gone.
+        """
+        if not self._memory.size:
             return
-        while self._counts.num_bytes + size > self._counts.capacity_bytes:
+        if not self._free:
             self._evict(next(iter(self._by_age.values())))
+        slot = self._free.pop()
+        try:
+            blocks = self._filled(slot, read)
+        except BaseException:
+            self._free.append(slot)
+            raise
         node = self._roots.setdefault(namespace, _Node(None, ()))
         for key in path:
             child = node.children.get(key)
@@ -75,14 +98,15 @@ class HostTier:
                 node.add(child)
             node = child
         assert node.blocks is None, "touch says whether a page is here"
-        node.blocks = blocks
+        node.blocks, node.slot = blocks, slot
         self._by_age[id(node)] = node
-        self._count(pages=1, num_bytes=size, stored=1)
+        self._count(pages=1, num_bytes=self._page_bytes, stored=1)
 
     def find(self, namespace: str, tokens: Sequence[int], num_pages: int) -> tuple[Blocks, ...]:
         """What is here of the prefix of ``tokens`` beyond its first ``num_pages`` pages, in order and without a gap.
 
-        At most ``len(tokens) - 1`` tokens are covered; the last entry may be the first tokens of a page that goes on differently.
+        At most ``len(tokens) - 1`` tokens are covered; the last entry may be the first tokens of a page that goes on differently. What is
+        found is good until the next ``put``: its memory may then be another page's.
         """
         size, limit = self._page_size, len(tokens) - 1
         node = self._roots.get(namespace)
@@ -120,15 +144,28 @@ class HostTier:
         kept = [node for node in nodes if node.blocks is not None]
         if {id(node) for node in kept} != set(self._by_age):
             raise LedgerError(f"host tier: {len(kept)} pages in the tree, {len(self._by_age)} by age")
-        if (len(kept), sum(_size(node.blocks or ()) for node in kept)) != (self._counts.pages, self._counts.num_bytes):
+        if (len(kept), len(kept) * self._page_bytes) != (self._counts.pages, self._counts.num_bytes):
             raise LedgerError(f"host tier: {len(kept)} pages do not add up to {self._counts}")
+        if sorted([*self._free, *(node.slot for node in kept)]) != list(range(len(self._memory))):
+            raise LedgerError(f"host tier: {len(self._free)} free slots and {len(kept)} pages are not {len(self._memory)} slots")
         if any(not node.children and node.blocks is None for node in nodes):
             raise LedgerError("host tier: a branch without pages")
 
+    def _filled(self, slot: int, read: ReadPage) -> Blocks:
+        """The page, in the memory of ``slot``."""
+        arrays = arrays_in(self._memory[slot], self._spec, self._page_size)
+        kept = []
+        for block, array in zip(read(arrays), arrays, strict=True):
+            if not np.may_share_memory(block.values, array):
+                array[...] = block.values
+            kept.append(replace(block, values=array))
+        return tuple(kept)
+
     def _evict(self, node: _Node) -> None:
         assert node.blocks is not None, "only pages have an age"
-        self._count(pages=-1, num_bytes=-_size(node.blocks), evicted=1)
+        self._count(pages=-1, num_bytes=-self._page_bytes, evicted=1)
         del self._by_age[id(node)]
+        self._free.append(node.slot)
         node.blocks = None
         while node.blocks is None and not node.children and node.parent is not None:
             parent = node.parent
@@ -154,13 +191,9 @@ def _is_here(node: _Node) -> bool:
 
 
 def _first(block: KVBlock, num_tokens: int) -> KVBlock:
-    """The first tokens of ``block``, which stay where they are in memory when that is contiguous."""
+    """The first tokens of ``block``, contiguous."""
     tokens = TokenRange(block.tokens.start, block.tokens.start + num_tokens)
     return replace(block, tokens=tokens, values=block.values[:, :num_tokens].copy())
-
-
-def _size(blocks: Blocks) -> int:
-    return sum(block.values.nbytes for block in blocks)
 
 
 def _walk(root: _Node) -> list[_Node]:

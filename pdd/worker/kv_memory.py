@@ -5,8 +5,7 @@ requests and between the tiers.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -17,7 +16,7 @@ from pdd.worker.prefix_cache import Lease, PrefixCache
 from pdd.worker.radix import PageTokens
 from pdd.worker.request import Phase, RequestState
 from pddbridge.engine import KVBlock
-from pddbridge.kv_spec import TokenRange
+from pddbridge.kv_spec import KVSpec, TokenRange
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +24,9 @@ logger = logging.getLogger(__name__)
 class DevicePages(Protocol):
     """What of an engine moves pages; see :class:`pddbridge.engine.Engine`."""
 
-    def read_kv(self, page_table: np.ndarray, tokens: TokenRange) -> tuple[KVBlock, ...]: ...
+    @property
+    def kv_spec(self) -> KVSpec: ...
+    def read_kv(self, page_table: np.ndarray, tokens: TokenRange, out: Sequence[np.ndarray] | None = None) -> tuple[KVBlock, ...]: ...
     def write_kv(self, page_table: np.ndarray, block: KVBlock) -> None: ...
     def copy_page(self, source: int, destination: int) -> None: ...
 
@@ -40,7 +41,7 @@ class KVMemory:
         self._pool = PagePool(num_pages)
         self._page_size = page_size
         self._device = device
-        self._host = HostTier(host_bytes, page_size) if use_cache and host_bytes else None
+        self._host = HostTier(host_bytes, page_size, device.kv_spec) if use_cache and host_bytes else None
         on_evict = None if self._host is None else self._move_to_host
         self._cache = PrefixCache(self._pool, page_size, on_evict) if use_cache else None
         self._num_pages = num_pages
@@ -113,7 +114,9 @@ class KVMemory:
             finally:
                 self._pool.unpin((lease.partial_page,), request.request_id)
             request.kv_len = lease.num_tokens
-        self._move_to_device(request, found)
+        if found:  # looked up again: making room moved pages there, and others out
+            assert self._host is not None, "found there"
+            self._move_to_device(request, self._host.find(request.tenant, tokens, len(lease.pages)))
         return True
 
     def grow(self, request: RequestState, num_tokens: int) -> bool:
@@ -186,14 +189,12 @@ class KVMemory:
         table = np.zeros(len(path), np.int32)
         table[-1] = page
         stop = len(path) * self._page_size
+        tokens = TokenRange(stop - self._page_size, stop)
         try:
-            blocks = self._device.read_kv(table, TokenRange(stop - self._page_size, stop))
+            self._host.put(namespace, path, lambda room: self._device.read_kv(table, tokens, room))
         except Exception:  # the page was of use to nobody but a later hit
             logger.exception("page %d could not be read and is lost to the prefix cache", page)
             self.num_lost += 1
-            return
-        # A copy that owns its memory: a view would keep whatever it is a view of.
-        self._host.put(namespace, path, tuple(replace(block, values=block.values.copy()) for block in blocks))
 
     def _move_to_device(self, request: RequestState, found: tuple[Blocks, ...]) -> None:
         """Write what host memory had into the pages of ``request``; ``kv_len`` covers what was written. Raises what the engine does."""

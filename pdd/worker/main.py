@@ -28,6 +28,7 @@ from pdd.config import load as load_config
 from pdd.errors import Code
 from pdd.launch.child import report, stay_alive, when_parent_ends
 from pdd.security_config import is_loopback
+from pdd.settle import one_heap, settle
 from pdd.tls_setup import to_coordinator, worker_guards, worker_rpc_tls
 from pdd.topology import Topology
 from pdd.worker.executor import ExecutorLimits
@@ -57,6 +58,7 @@ class WorkerError(Exception):
 
 
 def main() -> None:
+    one_heap()
     parser = argparse.ArgumentParser(prog="pdd.worker.main")
     for option in ("--config", "--topology", "--cache-dir"):
         parser.add_argument(option, type=Path, required=True)
@@ -138,6 +140,7 @@ async def _run(config: LaunchConfig, worker: WorkerConfig, topology_file: Path, 
             await traffic.start(place.kv.host, place.kv.port)
         except OSError as error:
             raise WorkerError(f"kv_port: cannot listen on {place.kv}: {error.strerror or error}") from error
+        settle()
         service.begin(Runtime(facts, config.model, semantic, step_loop, traffic, neighbours.receivers))
         for name in ("", SERVICE_NAME):
             await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)

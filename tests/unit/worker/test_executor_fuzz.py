@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pdd.worker import messages as m
 from pdd.worker.executor import ExecutorLimits
+from pddbridge.kv_block import room_for
 from pddbridge.kv_spec import TokenRange
 from tests.support.executor_driver import ExecutorDriver
 from tests.support.fake_engine import FakeEngine, blocks_of, expected_log
@@ -22,7 +23,7 @@ class ExecutorMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         engine = FakeEngine(page_size=3, num_pages=13, max_context=39, max_step_tokens=5, max_rows=3)
-        limits = ExecutorLimits(host_cache_bytes=self.host_pages * 3 * engine.kv_spec.bytes_per_token)
+        limits = ExecutorLimits(host_cache_bytes=self.host_pages * room_for(engine.kv_spec, 3))
         self.driver = ExecutorDriver(engine, limits=limits)
         self.prompts: dict[str, list[int]] = {}
         self.arrived: dict[str, int] = {}  # first position of what arrived, by request

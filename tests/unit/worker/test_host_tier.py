@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,13 +15,14 @@ from pdd.worker import messages as m
 from pdd.worker.executor import ExecutorLimits
 from pdd.worker.host_tier import Blocks, HostTier
 from pdd.worker.radix import PageTokens
+from pddbridge.kv_block import room_for
 from pddbridge.kv_spec import TokenRange
 from tests.support.executor_driver import ExecutorDriver
 from tests.support.fake_engine import KV_SPEC, FakeEngine, blocks_of, expected_log
 from tests.support.worker_harness import WorkerHarness
 
 SIZE = 3
-PAGE_BYTES = SIZE * KV_SPEC.bytes_per_token
+PAGE_BYTES = room_for(KV_SPEC, SIZE)
 
 
 def path_of(tokens: list[int]) -> list[PageTokens]:
@@ -35,7 +40,7 @@ def stop_of(found: tuple[Blocks, ...]) -> int:
 def keep(tier: HostTier, tokens: list[int], index: int, namespace: str = "a") -> None:
     path = path_of(tokens)[: index + 1]
     if not tier.touch(namespace, path):
-        tier.put(namespace, path, page_of(tokens, index))
+        tier.put(namespace, path, lambda _: page_of(tokens, index))
     tier.check()
 
 
@@ -73,7 +78,7 @@ tokens_lists = st.lists(st.integers(0, 1), min_size=SIZE, max_size=5 * SIZE + 2)
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("ab"), tokens_lists, st.integers(0, 4), st.booleans()), max_size=30))
 def test_finds_what_a_linear_search_finds(steps: list[tuple[str, list[int], int, bool]]) -> None:
-    tier, oracle = HostTier(4 * PAGE_BYTES, SIZE), Oracle(4)
+    tier, oracle = HostTier(4 * PAGE_BYTES + 1, SIZE, KV_SPEC), Oracle(4)
     for namespace, tokens, number, puts in steps:
         index = min(number, len(tokens) // SIZE - 1)
         if puts:
@@ -106,15 +111,42 @@ def _starts(page: tuple[int, ...], tokens: list[int], blocks: Blocks) -> bool:
 
 
 def test_a_page_larger_than_the_tier_is_not_kept() -> None:
-    tier = HostTier(PAGE_BYTES - 1, SIZE)
-    tier.put("a", [(1, 2, 3)], page_of([1, 2, 3], 0))
+    tier = HostTier(PAGE_BYTES - 1, SIZE, KV_SPEC)
+    tier.put("a", [(1, 2, 3)], lambda _: page_of([1, 2, 3], 0))
     tier.check()
     assert tier.counts().pages == 0
 
 
+def test_what_a_device_reads_elsewhere_is_copied_and_what_it_reads_there_is_not() -> None:
+    tier, tokens = HostTier(2 * PAGE_BYTES, SIZE, KV_SPEC), [1, 2, 3, 4]
+    given = page_of(tokens, 0)
+    tier.put("elsewhere", [(1, 2, 3)], lambda _: given)
+    for block in given:
+        block.values[...] = 0
+
+    def there(room: tuple[np.ndarray, ...]) -> Blocks:
+        blocks = page_of(tokens, 0)
+        for block, array in zip(blocks, room, strict=True):
+            array[...] = block.values
+        return tuple(replace(block, values=array) for block, array in zip(blocks, room, strict=True))
+
+    tier.put("there", [(1, 2, 3)], there)
+    for namespace in ("elsewhere", "there"):
+        (blocks,) = tier.find(namespace, tokens, 0)
+        assert all(np.array_equal(block.values, want.values) for block, want in zip(blocks, page_of(tokens, 0), strict=True))
+
+
+def test_all_its_memory_is_resident_from_the_start() -> None:
+    process, capacity = psutil.Process(), 64 * 2**20
+    before = process.memory_info().rss
+    tier = HostTier(capacity, SIZE, KV_SPEC)
+    assert process.memory_info().rss - before > 0.9 * capacity
+    assert tier.counts().num_bytes == 0
+
+
 def test_a_capacity_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="capacity_bytes"):
-        HostTier(0, SIZE)
+        HostTier(0, SIZE, KV_SPEC)
 
 
 def two_tiers(host_pages: int, num_pages: int = 6) -> tuple[ExecutorDriver, FakeEngine]:
@@ -148,6 +180,18 @@ def test_evicted_pages_come_back_from_host_memory() -> None:
     driver.assert_idle()
 
 
+@pytest.mark.parametrize("host_pages", range(1, 6))
+def test_what_making_room_drives_out_is_computed_again(host_pages: int) -> None:
+    """The pages found for a request are the oldest but for those, and are in the way of the device's own that leave for it."""
+    driver, _ = two_tiers(host_pages)
+    for number in range(6):
+        prompt = [(7 * number + i) % 200 for i in range(14)] if number % 2 else FIRST
+        serve(driver, f"r{number}", prompt)
+        snapshot = driver.snapshot()
+        assert snapshot.host.num_bytes == snapshot.host.pages * PAGE_BYTES <= host_pages * PAGE_BYTES
+    driver.assert_idle()
+
+
 def test_without_a_second_tier_they_are_gone() -> None:
     """What the test above would see if the second tier did nothing."""
     driver, _ = two_tiers(host_pages=0)
@@ -177,7 +221,7 @@ def test_a_page_that_cannot_be_read_is_lost_and_counted() -> None:
     driver, engine = two_tiers(host_pages=20)
     serve(driver, "r1", FIRST)
 
-    def broken(page_table: np.ndarray, tokens: TokenRange) -> tuple[()]:
+    def broken(page_table: np.ndarray, tokens: TokenRange, out: Sequence[np.ndarray] | None = None) -> tuple[()]:
         raise RuntimeError("no")
 
     engine.read_kv = broken  # type: ignore[method-assign]

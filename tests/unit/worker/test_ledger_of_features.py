@@ -12,6 +12,7 @@ import pytest
 
 from pdd.worker import messages as m
 from pdd.worker.executor import ExecutorLimits
+from pddbridge.kv_block import room_for
 from pddbridge.kv_spec import TokenRange
 from tests.support.executor_driver import ExecutorDriver
 from tests.support.fake_engine import KV_SPEC, FakeEngine, blocks_of, expected_log
@@ -76,7 +77,7 @@ class Traffic:
 def test_the_ledger_holds_after_every_step(radix: bool, offload: bool, preemption: bool, imports: bool) -> None:
     num_pages = 13 if preemption else 40
     engine = FakeEngine(page_size=SIZE, num_pages=num_pages, max_context=SIZE * 13, max_step_tokens=6, max_rows=3)
-    limits = ExecutorLimits(host_cache_bytes=7 * SIZE * KV_SPEC.bytes_per_token if offload else 0)
+    limits = ExecutorLimits(host_cache_bytes=7 * room_for(KV_SPEC, SIZE) if offload else 0)
     traffic = Traffic(ExecutorDriver(engine, radix, limits), imports, seed=29)
     traffic.run()
     traffic.driver.assert_idle()
