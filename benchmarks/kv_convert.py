@@ -7,7 +7,7 @@ read, so that all KV is cold, and a page of another pool is converted, so that t
 ours, the best of each. More than 1 is possible: memcpy fetches what it overwrites, a large conversion writes past the caches.
 
 ``strided``: the same bytes of consecutive pages by one strided assignment per layer and plane, without a page table: what a loop over
-rows, each moved by one memmove, makes of this memory. A row that stands alone between gaps costs memory latency, whoever moves it.
+rows, each moved by one memmove, makes of this memory: a row that stands alone between gaps costs memory latency unless it is fetched ahead.
 """
 
 from __future__ import annotations

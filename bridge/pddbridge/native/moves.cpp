@@ -24,31 +24,37 @@ struct Move {
 };
 
 // A cache line that holds units of two moves is still in the first-level cache when the second one comes to it.
-constexpr int64_t kTurnBytes = 16 << 10;
+constexpr int64_t kTurnBytes = 4 << 10;
+// What is read from pages is fetched so far ahead, into the second-level cache: the first level waits for too few lines at once to keep
+// memory busy, and the processor's own fetching ends with every piece that stands alone. Longer units it sees through.
+constexpr int64_t kAheadBytes = 4 << 10;
+constexpr int64_t kLongestFetched = 16 << 10;
 constexpr int64_t kLine = 64;
 
-template <int64_t Fixed, bool Streams>
-inline void copy_lines(char* to, const char* from, int64_t num_bytes) {
+// ``Fetches``: lines of ``later`` are fetched meanwhile.
+template <int64_t Fixed, bool Streams, bool Fetches>
+inline void copy_lines(char* to, const char* from, const char* later, int64_t num_bytes) {
     const int64_t size = Fixed ? Fixed : num_bytes;
+    for (int64_t line = 0; line < size; line += kLine) {
+        if constexpr (Fetches) __builtin_prefetch(later + line, 0, 2);
 #if defined(__AVX512F__)
-    for (int64_t at = 0; at < size; at += 64) {
-        const __m512i line = _mm512_loadu_si512(from + at);
+        const __m512i values = _mm512_loadu_si512(from + line);
         if constexpr (Streams)
-            _mm512_stream_si512(reinterpret_cast<__m512i*>(to + at), line);
+            _mm512_stream_si512(reinterpret_cast<__m512i*>(to + line), values);
         else
-            _mm512_storeu_si512(to + at, line);
-    }
+            _mm512_storeu_si512(to + line, values);
 #elif defined(__x86_64__)
-    for (int64_t at = 0; at < size; at += 16) {
-        const __m128i part = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + at));
-        if constexpr (Streams)
-            _mm_stream_si128(reinterpret_cast<__m128i*>(to + at), part);
-        else
-            _mm_storeu_si128(reinterpret_cast<__m128i*>(to + at), part);
-    }
+        for (int64_t at = line; at < line + kLine; at += 16) {
+            const __m128i part = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + at));
+            if constexpr (Streams)
+                _mm_stream_si128(reinterpret_cast<__m128i*>(to + at), part);
+            else
+                _mm_storeu_si128(reinterpret_cast<__m128i*>(to + at), part);
+        }
 #else
-    std::memcpy(to, from, size);
+        std::memcpy(to + line, from + line, kLine);
 #endif
+    }
 }
 
 // Units of one layer.
@@ -56,6 +62,7 @@ struct Layer {
     char* pages;
     char* wire;
     const int64_t* which;
+    int64_t num;
     int64_t unit_bytes;
 };
 
@@ -76,14 +83,28 @@ inline void each_of(const Layer& move, int64_t first, int64_t last) {
     each<ToWire>(move, first, last, [](char* to, const char* from) { std::memcpy(to, from, Fixed); });
 }
 
+template <bool ToWire, int64_t Fixed, bool Streams, bool Fetches>
+inline void lines_of(const Layer& move, int64_t first, int64_t last) {
+    const int64_t size = Fixed ? Fixed : move.unit_bytes, ahead = std::max<int64_t>(1, kAheadBytes / size);
+    for (int64_t i = first; i < last; i++) {
+        char* in_pages = move.pages + move.which[i] * size;
+        char* on_wire = move.wire + i * size;
+        const char* later = Fetches ? move.pages + move.which[std::min(i + ahead, move.num - 1)] * size : nullptr;
+        copy_lines<Fixed, Streams, Fetches>(ToWire ? on_wire : in_pages, ToWire ? in_pages : on_wire, later, size);
+    }
+}
+
 template <bool ToWire, bool Streams>
 inline void lines(const Layer& move, int64_t first, int64_t last) {
-    const int64_t size = move.unit_bytes;
-    switch (size) {
-        case 64: each<ToWire>(move, first, last, [](char* to, const char* from) { copy_lines<64, Streams>(to, from, 64); }); break;
-        case 128: each<ToWire>(move, first, last, [](char* to, const char* from) { copy_lines<128, Streams>(to, from, 128); }); break;
-        case 256: each<ToWire>(move, first, last, [](char* to, const char* from) { copy_lines<256, Streams>(to, from, 256); }); break;
-        default: each<ToWire>(move, first, last, [size](char* to, const char* from) { copy_lines<0, Streams>(to, from, size); });
+    switch (move.unit_bytes) {
+        case 64: return lines_of<ToWire, 64, Streams, ToWire>(move, first, last);
+        case 128: return lines_of<ToWire, 128, Streams, ToWire>(move, first, last);
+        case 256: return lines_of<ToWire, 256, Streams, ToWire>(move, first, last);
+        default:
+            if (ToWire && move.unit_bytes <= kLongestFetched)
+                lines_of<ToWire, 0, Streams, ToWire>(move, first, last);
+            else
+                lines_of<ToWire, 0, Streams, false>(move, first, last);
     }
 }
 
@@ -125,7 +146,7 @@ void make(const Move* moves, int64_t num_moves, bool streams) {
                 const int64_t first = round * step, last = std::min(first + step, move.num);
                 if (within < 0 || within >= move.num_layers || first >= move.num) continue;
                 char* pages = reinterpret_cast<char*>(move.places[2 * within]) + move.offset;
-                turn<ToWire>({pages, move.wire + within * move.layer_bytes, move.which, move.unit_bytes}, first, last, streams);
+                turn<ToWire>({pages, move.wire + within * move.layer_bytes, move.which, move.num, move.unit_bytes}, first, last, streams);
                 left |= last < move.num;
             }
         }
