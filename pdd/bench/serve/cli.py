@@ -15,7 +15,7 @@ from pdd.bench.serve import command, sessions, synthetic
 from pdd.bench.serve.client import Target, speaks_pdd
 from pdd.bench.serve.figures import METRICS, Asked, parse_goodput
 from pdd.bench.serve.load import LoadPlan
-from pdd.bench.serve.trace import read_trace
+from pdd.bench.serve.trace import Scale, Taken, read_trace
 from pdd.cli_common import cache_dir, fail, wide_console, writable
 
 Dataset = Literal["random", "prefix_repetition", "agents", "trace"]
@@ -49,9 +49,13 @@ def serve(
     prefix_repetition_suffix_len: Annotated[int, typer.Option(help="prefix_repetition: tokens")] = 256,
     prefix_repetition_num_prefixes: Annotated[int, typer.Option(help="prefix_repetition: how many")] = 10,
     prefix_repetition_output_len: Annotated[int, typer.Option(help="prefix_repetition: tokens")] = 128,
-    turns: Annotated[int, typer.Option(help="agents: of a session at most")] = 12,
+    turns: Annotated[int | None, typer.Option(help="agents, trace: of a session at most [default: agents 12, of a trace all]")] = None,
+    num_sessions: Annotated[
+        int | None, typer.Option("--num-sessions", help="trace of sessions: that many from its beginning, instead of --num-prompts")
+    ] = None,
     trace: Annotated[Path | None, typer.Option(help="trace: the file (JSON lines, .gz or not)")] = None,
     length_scale: Annotated[float, typer.Option(help="agents, trace: all lengths times this")] = 1.0,
+    output_length_scale: Annotated[float | None, typer.Option(help="trace: those of answers times this, instead")] = None,
     time_scale: Annotated[float, typer.Option(help="agents, trace: all recorded times times this")] = 1.0,
     max_context: Annotated[int, typer.Option(help="agents, trace: tokens; what does not fit is left out and counted")] = 4096,
     request_rate: Annotated[float, typer.Option(help="arrivals per second (of sessions, where they have turns); inf: all at once")] = float(
@@ -81,6 +85,7 @@ def serve(
     console = wide_console()
     end_on_signal()
     rate = None if request_rate == float("inf") else request_rate
+    rule: str | None = None
     try:
         size, token_text = _vocabulary(tokenizer or model, vocab_size, backend == "openai-chat")
         if dataset_name == "random":
@@ -96,15 +101,15 @@ def serve(
             )
             sent = synthetic.shared_prefix_sessions(repeated, size, seed)
         elif dataset_name == "agents":
-            agents = synthetic.Agents(num_prompts, turns, length_scale, max_context_tokens=max_context)
+            agents = synthetic.Agents(num_prompts, turns or synthetic.Agents.turns, length_scale, max_context_tokens=max_context)
             sent = synthetic.agent_sessions(agents, size, seed)
         elif trace is None:
             raise ValueError("--trace: the dataset trace needs a file")
         else:
-            read = read_trace(trace, length_scale, max_context, size, num_prompts, seed)
-            console.print(
-                f"{sessions.num_requests(read.sessions)} requests, lengths times {read.scale:g}; {read.left_out} do not fit {max_context}"
-            )
+            scale = Scale(length_scale, output_length_scale or length_scale)
+            read = read_trace(trace, scale, max_context, size, Taken(num_prompts, num_sessions, turns), seed)
+            rule = f"{scale}, times x {time_scale:g}; {read.left_out} left out that do not fit {max_context}"
+            console.print(f"{sessions.num_requests(read.sessions)} requests of {len(read.sessions)} sessions; {rule}")
             sent = read.sessions
         sent = sessions.scaled_time(sent, time_scale)
         free = sum(session.start_s is None for session in sent)
@@ -112,7 +117,7 @@ def serve(
         if not sent:
             raise ValueError("there is nothing to send")
         wanted = Asked(_metrics(percentile_metrics), _percentiles(metric_percentiles), parse_goodput(goodput or []))
-        told = command.Told(backend, model, tokenizer, dataset_name, rate, burstiness, max_concurrency, seed, label)
+        told = command.Told(backend, model, tokenizer, dataset_name, rate, burstiness, max_concurrency, seed, label, rule)
         plan = LoadPlan(max_concurrency, ignore_eos, temperature, token_text=token_text)
         headers = _headers(header or [])
         with ExitStack() as stack:

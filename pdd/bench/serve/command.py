@@ -37,7 +37,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Told:
-    """What the JSON says of the run beside its figures, as the options gave it."""
+    """What the JSON says of the run beside its figures, as the options gave it. ``lengths``: the rule by which a trace was scaled."""
 
     backend: Backend
     model: str
@@ -48,6 +48,7 @@ class Told:
     max_concurrency: int | None
     seed: int
     label: str | None
+    lengths: str | None = None
 
 
 def measure(
@@ -86,6 +87,7 @@ def result(measured: Measured, told: Told, with_details: bool) -> Json:
         "model_id": told.model,
         "tokenizer_id": told.tokenizer,
         "dataset": told.dataset,
+        "lengths": told.lengths,
         "num_prompts": len(measured.run.records),
         "request_rate": "inf" if told.request_rate is None else told.request_rate,
         "burstiness": told.burstiness,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pdd.bench.serve.sessions import Session, arrivals, scaled_time, with_arrivals
 from pdd.bench.serve.synthetic import Agents, Random, SharedPrefix, agent_sessions, random_sessions, shared_prefix_sessions
-from pdd.bench.serve.trace import read_trace
+from pdd.bench.serve.trace import Scale, Taken, read_trace
 
 
 def test_random_prompts_share_the_prefix_alone() -> None:
@@ -71,7 +71,7 @@ def test_a_chat_trace_keeps_arrivals_lengths_and_shared_blocks(tmp_path: Path) -
         {"timestamp": 1600, "input_length": 1100, "output_length": 8, "hash_ids": [0, 9, 4]},
         {"timestamp": 1700, "input_length": 99_000, "output_length": 8, "hash_ids": list(range(100, 294))},
     ]
-    read = read_trace(_write(tmp_path / "t.jsonl.gz", rows), 1 / 16, 500, 300, None, 5)
+    read = read_trace(_write(tmp_path / "t.jsonl.gz", rows), Scale(1 / 16, 1 / 16), 500, 300, Taken(), 5)
     assert read.left_out == 1
     prompts = [session.turns[0].prompt_ids for session in read.sessions]
     assert [session.start_s for session in read.sessions] == [0.0, 1.5, 1.6]
@@ -90,7 +90,7 @@ def test_an_agents_trace_is_chains_per_sub_agent(tmp_path: Path) -> None:
         row("a", "x", 640, [[1, 5], [70, 5]], 0.0),
         row("b", "", 640, [[1, 10]], 0.0),
     ]
-    read = read_trace(_write(tmp_path / "t.jsonl.gz", rows), 0.25, 1000, 300, None, 5)
+    read = read_trace(_write(tmp_path / "t.jsonl.gz", rows), Scale(0.25, 0.5), 1000, 300, Taken(), 5)
     chains = {session.name: session for session in read.sessions}
     assert list(chains) == ["a", "a/x", "b"]
     first, second = (turn.prompt_ids for turn in chains["a"].turns)
@@ -99,6 +99,16 @@ def test_an_agents_trace_is_chains_per_sub_agent(tmp_path: Path) -> None:
     assert _shared(first, chains["a/x"].turns[0].prompt_ids) == 80
     assert _shared(first, chains["b"].turns[0].prompt_ids) < 10  # ids are local to a session
     assert all(session.start_s is None for session in chains.values())
+    assert {turn.output_tokens for session in chains.values() for turn in session.turns} == {20}
+
+    def lengths(taken: Taken) -> list[int]:
+        return [len(session.turns) for session in read_trace(tmp_path / "t.jsonl.gz", Scale(0.25, 0.5), 1000, 300, taken, 5).sessions]
+
+    assert lengths(Taken(requests=3)) == [2, 1]
+    assert lengths(Taken(requests=1, sessions=2)) == [2, 1]  # sessions count, not requests
+    assert lengths(Taken(sessions=3, turns=1)) == [1, 1, 1]
+    with pytest.raises(ValueError, match="length scale"):
+        Scale(1, 0)
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"timestamp": 1}', "[]"])
@@ -106,7 +116,7 @@ def test_what_is_no_trace_is_refused_in_one_line(tmp_path: Path, content: str) -
     file = tmp_path / "t.jsonl"
     file.write_text(content)
     with pytest.raises(ValueError, match=r"t\.jsonl"):
-        read_trace(file, 1.0, 100, 300, None, 0)
+        read_trace(file, Scale(1, 1), 100, 300, Taken(), 0)
 
 
 def _shared(a: tuple[int, ...], b: tuple[int, ...]) -> int:
