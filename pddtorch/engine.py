@@ -18,7 +18,7 @@ import torch
 
 from pddbridge.checkpoint import open_checkpoint
 from pddbridge.checkpoint_source import ModelTensors
-from pddbridge.engine import EngineConfig, EngineStats, KVBlock, PendingKV, SampleRow, Step, StepResult
+from pddbridge.engine import MAX_SCORED_TOKENS, EngineConfig, EngineStats, KVBlock, PendingKV, SampleRow, Step, StepResult
 from pddbridge.engine_checks import COMPUTE_DTYPES, INT8, check_block, check_config, check_page, check_page_range, check_step
 from pddbridge.kv_layout import KVLayout, head_major
 from pddbridge.kv_spec import KVSpec, TokenRange
@@ -117,6 +117,8 @@ class TorchEngine:
         for done, shape in enumerate(shapes, start=1):
             self._logits(shape.step(self._pool.scratch_page))
             progress(done, len(shapes), shape.label)
+        most_logits = min(self._config.max_step_tokens, self._config.max_rows + MAX_SCORED_TOKENS)
+        self._model.warm_up(self._config.max_step_tokens, most_logits)
 
     def step(self, step: Step) -> StepResult:
         check_step(step, self._config, self._spec.vocab_size)

@@ -32,6 +32,11 @@ class LlamaModel:
         )
         self._options = tuple(AttentionOptions(spec.attention_scale, window, spec.attention_soft_cap) for window in spec.layer_windows)
 
+    @torch.inference_mode()
+    def warm_up(self, most_tokens: int, most_logits: int) -> None:
+        """Of the products of a step of up to so many tokens: see :meth:`pddtorch.linear.Linear.warm_up`."""
+        self._weights.warm_up(most_tokens, most_logits)
+
     def forward(self, batch: Batch, kv_layers: tuple[tuple[torch.Tensor, torch.Tensor], ...]) -> torch.Tensor | None:
         """Store the new tokens' KV in ``kv_layers`` and return float32 logits [S, vocab] of the sampling rows, None if there are none.
 

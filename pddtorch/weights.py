@@ -46,6 +46,13 @@ class ModelWeights:
         linears = [linear for layer in self.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]
         return sum(linear.path == PLAIN for linear in (*linears, self.head))
 
+    def warm_up(self, most_tokens: int, most_logits: int) -> None:
+        """See :meth:`Linear.warm_up`; one layer stands for all, which are alike."""
+        layer = self.layers[0]
+        for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
+            linear.warm_up(most_tokens)
+        self.head.warm_up(most_logits)
+
 
 def load_weights(
     checkpoint: ModelTensors, dtype: torch.dtype, device: torch.device, native: Native | None, *, int8: bool = False

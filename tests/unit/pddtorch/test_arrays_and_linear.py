@@ -4,13 +4,14 @@ import warnings
 
 import ml_dtypes
 import numpy as np
+import psutil
 import pytest
 import torch
 import torch.nn.functional as F
 
 from pddtorch import linear as linear_module
 from pddtorch.arrays import to_numpy, to_torch
-from pddtorch.linear import ONEDNN, PLAIN, make_linear
+from pddtorch.linear import ONEDNN, PLAIN, make_linear, padded
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
@@ -49,6 +50,27 @@ def test_the_packed_product_is_the_plain_one(dtype: torch.dtype, has_bias: bool)
         tolerance = 1e-5 if dtype == torch.float32 else 2e-2
         with torch.inference_mode():
             torch.testing.assert_close(linear(x).double(), want, atol=tolerance, rtol=tolerance)
+
+
+def test_products_are_of_few_numbers_of_rows_and_not_many_more_than_asked_for() -> None:
+    for rows in range(1, 5000):
+        assert rows <= padded(rows) <= max(rows + 3, rows * 1.25)
+    assert all(padded(1 << bits) == 1 << bits for bits in range(2, 13))
+    assert len({padded(rows) for rows in range(1, 257)}) == 20
+    assert len({padded(rows) for rows in range(1, 4097)}) == 36
+
+
+def test_no_memory_is_taken_after_the_warm_up_whatever_the_number_of_rows() -> None:
+    """oneDNN's code for one more number of rows is 0.1 MB and more, even for a matrix as small as this."""
+    linear = make_linear(torch.randn(192, 128), None, None)
+    assert linear.path == ONEDNN
+    with torch.inference_mode():
+        linear.warm_up(160)
+        linear.warm_up(160)
+        before = psutil.Process().memory_info().rss
+        for rows in range(1, 161):
+            linear(torch.zeros(rows, 128))
+        assert psutil.Process().memory_info().rss - before < 2**22
 
 
 def test_without_onednn_the_plain_product_runs(monkeypatch: pytest.MonkeyPatch) -> None:
