@@ -65,7 +65,8 @@ class WorkerConfig(StrictModel):
     ``num_devices``: over how many of ``device`` a JAX engine splits the model.
     ``max_decode_wait_chunks``: steps with a prefill chunk that a decode row is left out of at most, where there are more rows than
     ``max_rows``. ``idle_threads``: "spin" for a worker with as many cores of its own as ``threads``, "sleep" where workers share cores
-    (PyTorch on a CPU). ``host_cache_mib``: of host memory for cached pages that must leave the device; 0: they vanish.
+    (PyTorch on a CPU). ``nice``: how far its compute threads stand back behind those of other workers on the same cores, as in nice(2).
+    ``host_cache_mib``: of host memory for cached pages that must leave the device; 0: they vanish.
     """
 
     name: Name
@@ -83,6 +84,7 @@ class WorkerConfig(StrictModel):
     max_decode_wait_chunks: Annotated[int, Field(ge=1)] = 1
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     idle_threads: Literal["sleep", "spin"] = "sleep"
+    nice: Annotated[int, Field(ge=0, le=19)] = 0
     num_devices: Annotated[int, Field(ge=1, le=256)] = 1
     prefix_cache: bool = True
     host_cache_mib: Annotated[int, Field(ge=0)] = 0

@@ -55,17 +55,17 @@ class SkewedMix:
     """
 
     num_requests: int = 60
-    rate_per_s: float = 0.4
+    rate_per_s: float = 0.25
     num_sessions: int = 6
-    prefix_tokens: int = 1000
+    prefix_tokens: int = 600
     high_share: float = 0.8
     high_miss: float = 0.03
     low_hit: float = 0.2
-    low_miss_tokens: tuple[int, int] = (300, 700)
+    low_miss_tokens: tuple[int, int] = (200, 400)
     singular_every: int = 30
-    singular_tokens: int = 2500
+    singular_tokens: int = 3000
     singular_output_tokens: int = 4
-    output_tokens: tuple[int, int] = (150, 350)
+    output_tokens: tuple[int, int] = (650, 1050)
 
 
 def skewed(params: SkewedMix, vocab_size: int, seed: int) -> Mix:

@@ -1,8 +1,8 @@
 """`pdd bench ttft --mix skewed`: one mix of requests through the three modes, with the same arrivals, many at a time, caches primed.
 
 The modes run one after another and rounds begin with another mode each, so that a drifting machine hurts all alike. Each mode and round has
-prefix caches of its own (a salt), filled by the mix's primers before its clock starts. Requests are sent when they arrive, whether those
-before them have ended or not. Times are taken at the client, from sending the request.
+prefix caches of its own (a salt), filled by the mix's primers before its clock starts: prefill's, main's and, in PDD, the relay's.
+Requests are sent when they arrive, whether those before them have ended or not. Times are taken at the client, from sending the request.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 
 from rich.console import Console
@@ -22,11 +21,12 @@ from rich.progress import Progress
 from rich.table import Table
 
 from pdd.bench.mix import KINDS, Kind, Mix, MixRequest, SkewedMix, skewed
+from pdd.bench.mix_requests import Asked, RequestRow, handoff_gap_s, ordinary_gaps_s, request_row
 from pdd.bench.modes import LABELS, MODES, Mode, own_ports, start_modes
 from pdd.bench.stats import Percentiles, percentiles
 from pdd.bench.ttft import Outcome, outcome
 from pdd.config import LaunchConfig
-from pdd.launch.ask import Answer, ask
+from pdd.launch.ask import ask
 from pdd.launch.local import Deployment
 from pdd.launch.serve import StartProgress
 from pdd.models import resolve
@@ -35,29 +35,24 @@ from pddbridge.kv_spec import KVSpec
 
 
 @dataclass(frozen=True)
-class Asked:
-    """``late_s``: how long after its arrival the request was sent."""
-
-    request: MixRequest
-    answer: Answer
-    late_s: float
-
-
-@dataclass(frozen=True)
 class MixOutcome(Outcome):
-    """``ttft_by_kind_s``: of the mix's kinds of request · ``median_itl_s``: of all gaps between pieces · ``handoff_itl_s``: per handed-over
-    request, its largest gap from a relayed piece to the main piece after it; None when nothing was handed over · ``tokens_per_s``: of
-    output · ``pipelines``: requests by pipeline · ``fallbacks``: of all requests.
+    """``ttft_by_kind_s``: of the mix's kinds of request · ``median_itl_s``: of all gaps between pieces · ``ordinary_itl_s``: of those that
+    have nothing to do with a handoff · ``handoff_itl_s``: per handed-over request, its largest gap from a relayed piece to the main piece
+    after it; None when nothing was handed over · ``largest_handoff_itl_s``: of those · ``tokens_per_s``: of output · ``pipelines``:
+    requests by pipeline · ``fallbacks``: of all requests · ``requests``: each, in order of arrival.
     """
 
     ttft_by_kind_s: dict[Kind, Percentiles]
     median_itl_s: float
+    ordinary_itl_s: Percentiles
     handoff_itl_s: Percentiles | None
+    largest_handoff_itl_s: float | None
     tokens_per_s: float
     pipelines: dict[str, int]
     handoffs: dict[str, int]
     fallbacks: int
     largest_late_s: float
+    requests: tuple[RequestRow, ...]
 
 
 @dataclass(frozen=True)
@@ -87,7 +82,9 @@ def run(config: LaunchConfig, cache_dir: Path, plan: Plan, console: Console, jso
         urls = start_modes(deployment, StartProgress(console))
         for number in range(plan.rounds):
             for mode in MODES[number % 3 :] + MODES[: number % 3]:
-                done, seconds = _replay(mix, urls[mode], config.model, f"{plan.seed}-{number}-{mode}", LABELS[mode], console)
+                salt = f"{plan.seed}-{number}-{mode}"
+                prime(mix, urls, mode, config.model, salt)
+                done, seconds = _replay(mix, urls[mode], config.model, salt, LABELS[mode], console)
                 asked[mode] += done
                 took_s[mode] += seconds
     results = {mode: mix_outcome(mode, asked[mode], took_s[mode]) for mode in MODES}
@@ -102,10 +99,19 @@ def offered_load(mix: Mix, kv_bytes_per_token: int, rate_mbit_s: float) -> float
     return mix.miss_tokens * kv_bytes_per_token * 8 / (mix.duration_s * rate_mbit_s * 1e6)
 
 
+def prime(mix: Mix, urls: Mapping[Mode, str], mode: Mode, model: str, salt: str) -> None:
+    """Have the caches of all workers that ``mode`` uses hold the primers. Main's are filled past the slow link, as that would take minutes;
+    but for the last, by which the sender measures the link that this mode has.
+    """
+    for primer in mix.primers:
+        last = primer is mix.primers[-1]
+        ask(urls[mode if last else "same_site"], {**_body(model, primer, 2, salt), "pdd": {"pipeline": "direct"}})
+        if mode == "pdd":
+            ask(urls[mode], {**_body(model, primer, 2, salt), "pdd": {"pipeline": "relay"}})
+
+
 def _replay(mix: Mix, url: str, model: str, salt: str, label: str, console: Console) -> tuple[list[Asked], float]:
     """All requests of the mix through one mode; also the seconds from the first arrival's clock to the last answer."""
-    for primer in mix.primers:
-        ask(url, {**_body(model, primer, 2, salt), "pdd": {"pipeline": "direct"}})
     done: list[Asked] = []
     lock = threading.Lock()
     with Progress(console=console, transient=True) as bars, ThreadPoolExecutor(len(mix.requests)) as threads:
@@ -137,25 +143,23 @@ def mix_outcome(mode: Mode, asked: Sequence[Asked], took_s: float) -> MixOutcome
     """One mode's figures. Raises ValueError when an answer came in fewer than two pieces."""
     answers = [one.answer for one in asked]
     base = outcome(mode, answers)
-    gaps = [b.at_s - a.at_s for answer in answers for a, b in pairwise(answer.pieces)]
+    ordinary = [gap for answer in answers for gap in ordinary_gaps_s(answer)]
     handed_over = [gap for answer in answers if (gap := handoff_gap_s(answer)) is not None]
     kinds = {kind: [one.answer.pieces[0].at_s for one in asked if one.request.kind == kind] for kind in KINDS}
     return MixOutcome(
         **asdict(base),
         ttft_by_kind_s={kind: percentiles(times) for kind, times in kinds.items() if times},
-        median_itl_s=percentiles(gaps)["p50"],
+        median_itl_s=percentiles(ordinary + handed_over)["p50"],
+        ordinary_itl_s=percentiles(ordinary),
         handoff_itl_s=percentiles(handed_over) if handed_over else None,
+        largest_handoff_itl_s=round(max(handed_over), 4) if handed_over else None,
         tokens_per_s=round(sum(piece.num_tokens for answer in answers for piece in answer.pieces) / took_s, 1),
         pipelines=dict(Counter(str(answer.timeline["pipeline"]) for answer in answers)),
         handoffs=dict(Counter(str(answer.timeline["handoff"]) for answer in answers if answer.timeline["handoff"])),
         fallbacks=sum(int(answer.timeline["fallbacks"] or 0) for answer in answers),
         largest_late_s=round(max(one.late_s for one in asked), 4),
+        requests=tuple(request_row(one) for one in sorted(asked, key=lambda one: one.request.arrival_s)),
     )
-
-
-def handoff_gap_s(answer: Answer) -> float | None:
-    """The largest gap from a relayed piece to the main piece right after it; None when there is no such pair."""
-    return max((b.at_s - a.at_s for a, b in pairwise(answer.pieces) if (a.origin, b.origin) == ("relay", "main")), default=None)
 
 
 def show(results: dict[Mode, MixOutcome], console: Console) -> None:
@@ -173,9 +177,8 @@ def show(results: dict[Mode, MixOutcome], console: Console) -> None:
         ratio, below = pdd.ttft_s[p] / same.ttft_s[p], 1 - pdd.ttft_s[p] / cross.ttft_s[p]
         console.print(f"TTFT {p.upper()}: PDD is {ratio:.2f} x same-site, {below:.1%} below cross-site")
     console.print(f"PDD's pipelines {pdd.pipelines}, handoffs {pdd.handoffs}, fallbacks {pdd.fallbacks}, relay share {pdd.relay_share:.1%}")
-    if pdd.handoff_itl_s is not None:
-        worst = pdd.handoff_itl_s
-        console.print(
-            f"gap at handoff P50 {worst['p50']:.3f} s, P99 {worst['p99']:.3f} s: {worst['p50'] / pdd.median_itl_s:.2f} and"
-            f" {worst['p99'] / pdd.median_itl_s:.2f} x the median ITL of {pdd.median_itl_s:.3f} s"
-        )
+    if pdd.handoff_itl_s is not None and pdd.largest_handoff_itl_s is not None:
+        figures = {"P50": pdd.handoff_itl_s["p50"], "P99": pdd.handoff_itl_s["p99"], "largest": pdd.largest_handoff_itl_s}
+        gaps = ", ".join(f"{name} {gap_s:.3f} s, {gap_s / pdd.median_itl_s:.2f} x" for name, gap_s in figures.items())
+        ordinary = " / ".join(f"{gap_s / pdd.median_itl_s:.2f}" for gap_s in pdd.ordinary_itl_s.values())
+        console.print(f"gap at handoff {gaps} the median ITL of {pdd.median_itl_s:.3f} s; all other gaps {ordinary} x")

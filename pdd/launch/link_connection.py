@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from pdd.faults import Fault, Way
-from pdd.launch.shaper import Direction, Flow
+from pdd.launch.shaper import READ_BYTES, Direction, Flow
 
-_READ_BYTES = 64 * 1024
 _POLL_S = 0.001
 
 
@@ -69,7 +68,7 @@ class _Pipe:
         self._writer = _Writer(sink)
         self._flow = Flow(direction, self._writer.put)
         # One for all reads: an object for each, kept as long as its last piece, leaves holes in the heap, which then grows by megabytes.
-        self._read_into = memoryview(bytearray(_READ_BYTES))
+        self._read_into = memoryview(bytearray(READ_BYTES))
         self._ended = False
         self._delivery: asyncio.Future[None] = asyncio.ensure_future(self._writer.run())
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pdd.config import EmulatedLink
 
 QUANTUM_BYTES = 8 * 1024
+READ_BYTES = 64 * 1024
 # Finer sleeps than this are not worth their wake-up; the line is then simply ahead of the clock by less than this.
 _SLEEP_GRAIN_S = 0.001
 # A timer wakes late, by a millisecond or more; a line that has data sends back to back all the same, but makes up for no more than this.
@@ -77,8 +78,10 @@ class Direction:
 
     @property
     def buffer_limit_bytes(self) -> int:
-        """What one flow may have under way: twice the bandwidth-delay product, as a tuned TCP sender would, at least 256 KiB."""
-        return max(256 * 1024, int(2 * self._bytes_per_s * (2 * self.delay_s + self._jitter_s)))
+        """What one flow may have under way: twice the bandwidth-delay product, as a tuned TCP sender would, at least one read of a socket.
+        More would be a queue that no schedule can reorder: 256 KiB per flow were a third of a second on a line of 6 Mbit/s.
+        """
+        return max(READ_BYTES, int(2 * self._bytes_per_s * (2 * self.delay_s + self._jitter_s)))
 
     def set_rate(self, rate_mbit_s: float | None) -> None:
         """From the next quantum on; None for the config's rate."""

@@ -7,7 +7,7 @@ from pdd.serving.failover_run import FailoverRun
 from pdd.serving.holders import Holder
 from pdd.serving.local_run import begin_local
 from pdd.serving.pipeline_snapshot import pipeline_snapshot
-from pdd.serving.prefill_run import PrefillRun, open_prefill, push_class
+from pdd.serving.prefill_run import PrefillRun, PushClass, open_prefill, push_class
 from pdd.serving.request_parts import RequestParts
 from pdd.serving.reservation import Reservation, reserve
 from pdd.serving.shared_prompts import SHARE_WAIT_S, Entry
@@ -42,11 +42,26 @@ class BeginRun:
                 parts.holders.release(reserved.relay)  # its cache has let go of the prompt, or keeps none: bring it anew
             else:
                 await self._enter(may_relay=False)
-        reserved = await reserve(parts.context.pool, parts.holders, may_relay, self._relay_limit, parts.share)
+        reserved = await reserve(parts.context.pool, parts.holders, may_relay, self._relay_limit, parts.share, early=self)
         parts.context.granted(parts.request.request_id)
         self._choose(reserved)
         self.start_prefill()
         return reserved.early
+
+    def begin(self, relay: Holder) -> None:
+        """The relay has reserved: prefill starts, for the relay alone as yet, while main's answer crosses the link."""
+        parts = self._parts
+        worker = parts.context.pool.route("prefill", request=parts.request)
+        if worker is None or relay.miss_tokens(parts.prompt_tokens) == 0:
+            return
+        holder = open_prefill(parts.holders, worker, {relay: PushClass(Priority.URGENT)}, parts.context.traffic)
+        parts.prefill = PrefillRun(holder, [relay], parts.timeline, parts.context.learned, is_early=True)
+
+    def withdraw(self) -> None:
+        parts = self._parts
+        if parts.prefill is not None and parts.prefill.holder is not None:
+            parts.holders.release(parts.prefill.holder)
+            parts.prefill = None
 
     async def _enter(self, may_relay: bool) -> Entry:
         parts = self._parts
@@ -119,9 +134,12 @@ class BeginRun:
         for holder in decoders:
             if holder not in targets:
                 parts.kv_arrived(holder)
+        early = parts.prefill if parts.prefill is not None and parts.prefill.is_early and parts.prefill.sends else None
         if not targets:
+            if early is not None:
+                early.settle({}, parts.holders, parts.context.traffic)
             return
-        worker = parts.context.pool.route("prefill", request=parts.request)
+        worker = early.worker if early is not None else parts.context.pool.route("prefill", request=parts.request)
         if worker is None:
             self._failover.fail_over("prefill_lost", "no prefill worker is ready", main_died=False)
             return
@@ -129,5 +147,8 @@ class BeginRun:
         decision = None if parts.timeline.redecision else parts.timeline.decision
         classes = {target: push_class(target, decision) for target in targets}
         parts.deferred = any(wanted.priority is Priority.BACKGROUND for wanted in classes.values())
+        if early is not None:
+            early.settle(classes, parts.holders, parts.context.traffic)
+            return
         holder = open_prefill(parts.holders, worker, classes, parts.context.traffic)
         parts.prefill = PrefillRun(holder, targets, parts.timeline, parts.context.learned)

@@ -14,7 +14,7 @@ _LABELS = ("worker", "receiver", "link")
 
 
 class LinkCollector(Collector):
-    """Gauges per sending worker, receiver and link. What was not measured yet is absent."""
+    """Gauges per sending worker, receiver and link, by the routes that this coordinator has. What was not measured yet is absent."""
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
@@ -27,8 +27,9 @@ class LinkCollector(Collector):
         ratio = GaugeMetricFamily(
             "pdd:link_coding_ratio", "KV as stored over payloads, by the codec of the latest push", labels=(*_LABELS, "codec")
         )
-        for worker in self._pool.workers:
-            for state in worker.info.links:
+        workers = tuple(self._pool.workers)
+        for worker in workers:
+            for state in (state for receiver in workers for state in worker.links_to(receiver.place)):
                 labels = (worker.name, state.receiver, state.link)
                 queued.add_metric(labels, state.queued_bytes)
                 for family, field in ((goodput, "goodput_bytes_s"), (wire, "wire_bytes_s"), (round_trip, "round_trip_s")):

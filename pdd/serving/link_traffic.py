@@ -50,13 +50,13 @@ class LinkTraffic:
 
     def goodput_bytes_s(self, route: Link) -> float | None:
         """As the link's senders measure it, who see what all transfers get; otherwise as transfers took. None while nothing is known."""
-        sites = {worker.name: worker.place.site for worker in self._pool.workers}
+        senders, receivers = ([worker for worker in self._pool.workers if worker.place.site == site] for site in route)
         told = [
             state.goodput_bytes_s
-            for worker in self._pool.workers
-            if worker.place.site == route[0]
-            for state in worker.info.links
-            if sites.get(state.receiver) == route[1] and state.HasField("goodput_bytes_s")
+            for sender in senders
+            for receiver in receivers
+            for state in sender.links_to(receiver.place)
+            if state.HasField("goodput_bytes_s")
         ]
         return max(told, default=self._links.goodput_bytes_s(route))
 

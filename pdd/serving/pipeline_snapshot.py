@@ -20,7 +20,7 @@ def pipeline_snapshot(reserved: Reservation, parts: RequestParts) -> PipelineSna
     if main is not None and prefill is not None:
         route = (prefill.place.site, main.worker.place.site)
         goodput = context.links.goodput_bytes_s(route)
-        link = prefill.link_to(main.worker.name)
+        link = prefill.link_to(main.worker.place)
         ahead_bytes = context.traffic.ahead_bytes(route, main_miss * kv_bytes_per_token, Priority.URGENT)
         late_s = learned.late_s(route)
     # Prefill holds what either has: all that they hold was computed there.

@@ -77,9 +77,14 @@ class PooledWorker:
     def rtt_s(self) -> float:
         return min(self.rtts_s, default=0.0)
 
-    def link_to(self, receiver: str) -> LinkSnapshot | None:
+    def links_to(self, receiver: WorkerPlace) -> list[worker_pb2.LinkState]:
+        """What this worker last told of its links to ``receiver``, but for routes to it that are not this coordinator's."""
+        kv = receiver.route(self.place.site).kv
+        return [state for state in self.info.links if state.receiver == receiver.name and state.address in ("", f"{kv.host}:{kv.port}")]
+
+    def link_to(self, receiver: WorkerPlace) -> LinkSnapshot | None:
         """The link that this worker pushed most to ``receiver`` over, as it last told; None if it never did."""
-        states = [state for state in self.info.links if state.receiver == receiver]
+        states = self.links_to(receiver)
         if not states:
             return None
         state = max(states, key=lambda state: state.kv_bytes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from pdd.policy.pipeline import PipelineDecision
@@ -47,36 +47,45 @@ def push_class(holder: Holder, decision: PipelineDecision | None) -> PushClass:
 def open_prefill(holders: Holders, worker: PooledWorker, targets: Mapping[Holder, PushClass], traffic: LinkTraffic) -> Holder:
     """``worker`` computes the prompt's KV and pushes to each target what that target lacks."""
     prompt_tokens = len(holders.request.prompt_ids)
-    push_to = []
-    for target, wanted in targets.items():
-        assert target.reserved is not None
-        route = target.worker.place.route(worker.place.site)
-        num_bytes = target.miss_tokens(prompt_tokens) * target.worker.info.kv_bytes_per_token
-        traffic.ordered((worker.place.site, target.worker.place.site), target, num_bytes, wanted.priority)
-        push_to.append(
-            worker_pb2.PushTarget(
-                target=target.worker.name,
-                host=route.kv.host,
-                port=route.kv.port,
-                link=route.kv_link,
-                nixl_port=target.worker.info.nixl_port,
-                epoch=target.reserved.epoch,
-                transfer_id=target.reserved.transfer_id,
-                first_token=target.reserved.hit_tokens,
-                priority=priority_to_proto(wanted.priority),
-                deadline_s=wanted.deadline_s,
-            )
-        )
-    return holders.open(worker, Attach("prefill", computes=True, decode=False, push_to=tuple(push_to)))
+    push_to = tuple(_push_target(target, wanted, worker, prompt_tokens, traffic) for target, wanted in targets.items())
+    return holders.open(worker, Attach("prefill", computes=True, decode=False, push_to=push_to))
+
+
+def _push_target(
+    target: Holder, wanted: PushClass, worker: PooledWorker, prompt_tokens: int, traffic: LinkTraffic
+) -> worker_pb2.PushTarget:
+    """Counted as ordered from now on."""
+    assert target.reserved is not None
+    route = target.worker.place.route(worker.place.site)
+    num_bytes = target.miss_tokens(prompt_tokens) * target.worker.info.kv_bytes_per_token
+    traffic.ordered((worker.place.site, target.worker.place.site), target, num_bytes, wanted.priority)
+    return worker_pb2.PushTarget(
+        target=target.worker.name,
+        host=route.kv.host,
+        port=route.kv.port,
+        link=route.kv_link,
+        nixl_port=target.worker.info.nixl_port,
+        epoch=target.reserved.epoch,
+        transfer_id=target.reserved.transfer_id,
+        first_token=target.reserved.hit_tokens,
+        priority=priority_to_proto(wanted.priority),
+        deadline_s=wanted.deadline_s,
+    )
 
 
 class PrefillRun:
-    """``holder`` is None once prefill has nothing left to do or was lost."""
+    """``holder`` is None once prefill has nothing left to do or was lost. ``is_early``: begun before it is known who gets its KV, so that
+    it is not let go of before :meth:`settle`.
+    """
 
-    def __init__(self, holder: Holder, targets: list[Holder], timeline: TimelineRecorder, learned: Learned) -> None:
+    def __init__(
+        self, holder: Holder, targets: Collection[Holder], timeline: TimelineRecorder, learned: Learned, is_early: bool = False
+    ) -> None:
         self.holder: Holder | None = holder
-        self._worker = holder.worker
-        self._pending = {target.worker.name for target in targets}
+        self.is_early = is_early
+        self.worker = holder.worker
+        self._targets = {target.worker.name for target in targets}
+        self._ended: set[str] = set()
         self._max_step_tokens = max(1, holder.worker.info.max_step_tokens)
         self._timeline = timeline
         self._learned = learned
@@ -84,7 +93,19 @@ class PrefillRun:
         self._computed_tokens = 0
 
     def route(self, target: Holder) -> Link:
-        return self._worker.place.site, target.worker.place.site
+        return self.worker.place.site, target.worker.place.site
+
+    def settle(self, targets: Mapping[Holder, PushClass], holders: Holders, traffic: LinkTraffic) -> None:
+        """One that was begun early gets to know all of its receivers; what it had pushed to another is of no use."""
+        assert self.is_early, "settled once"
+        assert self.holder is not None, "nobody settles a prefill that was lost"
+        self.is_early = False
+        for target, wanted in targets.items():
+            if target.worker.name not in self._targets:
+                prompt_tokens = len(holders.request.prompt_ids)
+                self.holder.stream.add_target(_push_target(target, wanted, self.worker, prompt_tokens, traffic))
+        self._targets = {target.worker.name for target in targets}
+        self._release_if_done(holders)
 
     @property
     def age_s(self) -> float:
@@ -98,16 +119,14 @@ class PrefillRun:
     def prefilled(self, event: Prefilled, prompt_tokens: int, metrics: Metrics) -> None:
         self._computed_tokens = event.computed_tokens
         self._timeline.prefill_done_s = self._timeline.now_s()
-        self._learned.prefilled(self._worker.name, event.computed_tokens, self._timeline.prefill_done_s - self._started_s)
+        self._learned.prefilled(self.worker.name, event.computed_tokens, self._timeline.prefill_done_s - self._started_s)
         metrics.cache_queries.labels("prefill").inc(prompt_tokens - 1)
         metrics.cache_hits.labels("prefill").inc(max(0, prompt_tokens - 1 - event.computed_tokens))
 
     def target_ended(self, name: str, holders: Holders) -> None:
         """``name`` has everything, or its push failed. Prefill is let go of when no target is left."""
-        self._pending.discard(name)
-        if self.holder is not None and not self._pending:
-            holders.release(self.holder)
-            self.holder = None
+        self._ended.add(name)
+        self._release_if_done(holders)
 
     def received(self, target: Holder, event: KvComplete, links: LinkEstimate, metrics: Metrics) -> float:
         """``target`` has its KV. Returns the seconds since prefill was opened."""
@@ -130,3 +149,8 @@ class PrefillRun:
         if goodput is not None:
             metrics.kv_goodput.labels(link).set(goodput)
         return sample.completed_s - sample.started_s
+
+    def _release_if_done(self, holders: Holders) -> None:
+        if self.holder is not None and not self.is_early and self._targets <= self._ended:
+            holders.release(self.holder)
+            self.holder = None

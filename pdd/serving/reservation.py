@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from pdd.errors import Code, PddError
 from pdd.policy.pipeline import RelayState
@@ -14,8 +15,19 @@ from pdd.serving.worker_pool import WorkerPool
 
 # How long main's answer waits for the relay's, which is near and comes first unless the relay is in trouble. Nobody queues on a relay.
 RELAY_GRACE_S = 0.5
+# How long prefill may run ahead of main's answer. Beyond that it would hold pages for a request that main has no room for.
+EARLY_LEAD_S = 0.5
 # A worker that says one of these speaks of the request or of its deadline, not of itself: no other worker is tried.
 REQUEST_ERRORS = frozenset({Code.INVALID_ARGUMENT, Code.DEADLINE_EXCEEDED, Code.UNAUTHENTICATED, Code.PERMISSION_DENIED})
+
+
+class EarlyStart(Protocol):
+    """Work for the relay that does not depend on main's answer."""
+
+    def begin(self, relay: Holder) -> None: ...
+
+    def withdraw(self) -> None:
+        """Main takes long: hold nothing meanwhile. No effect before ``begin``."""
 
 
 @dataclass
@@ -36,9 +48,16 @@ class Reservation:
 
 
 async def reserve(
-    pool: WorkerPool, holders: Holders, may_relay: bool, relay_limit: int | None, share: PromptShare, with_main: bool = True
+    pool: WorkerPool,
+    holders: Holders,
+    may_relay: bool,
+    relay_limit: int | None,
+    share: PromptShare,
+    with_main: bool = True,
+    early: EarlyStart | None = None,
 ) -> Reservation:
-    """Open both at once and wait for both. ``share``: who may have the prompt already; without ``with_main`` the relay is opened alone.
+    """Open both at once and wait for both. ``share``: who may have the prompt already; without ``with_main`` the relay is opened alone ·
+    ``early``: what may begin when the relay has reserved and main, a round trip away, has yet to say so.
 
     Raises PddError when main refuses the request, or at the deadline.
     """
@@ -62,10 +81,16 @@ async def reserve(
             result.main_decodes = result.relay is None
             result.main = holders.open(main_worker, Attach("main", computes=False, decode=result.main_decodes))
     grace_ends: float | None = None
+    withdraw_at: float | None = None
     while _awaits(result.main) or _awaits(result.relay):
         if grace_ends is None and not _awaits(result.main):
             grace_ends = time.monotonic() + RELAY_GRACE_S
-        item = await holders.next(grace_ends)
+        item = await holders.next(withdraw_at if _awaits(result.main) else grace_ends)
+        if item is None and _awaits(result.main):
+            assert early is not None
+            withdraw_at = None
+            early.withdraw()
+            continue
         if item is None:
             assert result.relay is not None
             holders.release(result.relay)
@@ -74,7 +99,10 @@ async def reserve(
         holder, event = item
         if isinstance(event, Reserved):
             holder.reserved = event
-        elif isinstance(event, Failed):
+            if early is not None and holder is result.relay and _awaits(result.main):
+                early.begin(holder)
+                withdraw_at = time.monotonic() + EARLY_LEAD_S
+        elif isinstance(event, Failed) and holder in (result.main, result.relay):
             _lose(result, holders, holder, event)
         else:
             result.early.append(item)

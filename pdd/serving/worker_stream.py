@@ -86,6 +86,10 @@ class WorkerStream:
         """The push to ``target`` has another class from now on."""
         self._send(worker_pb2.WorkerCommand(set_priority=worker_pb2.SetPriority(target=target, priority=priority_to_proto(priority))))
 
+    def add_target(self, target: worker_pb2.PushTarget) -> None:
+        """Prefill is to push to one more."""
+        self._send(worker_pb2.WorkerCommand(add_target=target))
+
     def seal(self) -> None:
         self._send(worker_pb2.WorkerCommand(seal=worker_pb2.Seal()))
 

@@ -6,7 +6,7 @@ Synchronous and deterministic: given the same engine, commands and clock it does
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,6 +25,7 @@ from pdd.worker.scheduler import RowDemand, StepBudget, plan_step
 from pdd.worker.token_sequence import TokenSequence
 from pddbridge.engine import MAX_SCORED_TOKENS, Engine, StepResult
 from pddbridge.kv_spec import TokenRange
+from pddbridge.links.slot_loans import Lend
 
 logger = logging.getLogger(__name__)
 
@@ -168,10 +169,12 @@ class Executor:
         if not command.push_to:
             return None
         targets = [(push.target, push.first_token) for push in command.push_to]
-        limits = self._limits
-        per_token = self._engine.kv_spec.bytes_per_token
         lenders = {push.target: push.lend for push in command.push_to if push.lend is not None}
-        return PushFeed(targets, len(command.prompt_ids) - 1, per_token, limits.push_window_bytes, limits.push_piece_bytes, lenders)
+        return self._feed(targets, len(command.prompt_ids) - 1, lenders)
+
+    def _feed(self, targets: Sequence[tuple[str, int]], stop: int, lenders: Mapping[str, Lend]) -> PushFeed:
+        limits = self._limits
+        return PushFeed(targets, stop, self._engine.kv_spec.bytes_per_token, limits.push_window_bytes, limits.push_piece_bytes, lenders)
 
     def _handle_for(self, request: RequestState, command: m.Command) -> None:
         match command:
@@ -184,6 +187,11 @@ class Executor:
                 if cut is not None:
                     self._memory.rewind(request, request.prompt_len + cut)
                 self._progress(request)
+            case m.AddPush(push_to=to):
+                if request.push is None:
+                    request.push = self._feed((), request.prompt_kv_len, {})
+                request.push.add(to.target, to.first_token, to.lend)
+                self._read_for_push(request)
             case m.SealRequest():
                 request.decode = False
                 self._emit(request.request_id, m.Sealed(request.log_len))

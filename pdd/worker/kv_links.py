@@ -44,12 +44,13 @@ class Receiver:
 
 @dataclass(frozen=True)
 class LinkState:
-    """A link to a receiver as it is now. ``codec``: of the latest push."""
+    """A link to a receiver as it is now. ``codec``: of the latest push · ``address``: "host:port", over TCP."""
 
     receiver: str
     link: str
     codec: CodecId
     stats: LinkStats
+    address: str = ""
 
 
 class KVLinks:
@@ -169,7 +170,8 @@ class KVLinks:
 
     def states(self) -> list[LinkState]:
         """Of the links to every receiver that something was pushed to."""
-        found = [LinkState(self._receivers[to], "tcp", self._codecs.in_use(to), stats) for to, stats in self._tcp.stats().items()]
+        over_tcp = self._tcp.stats().items()
+        found = [LinkState(self._receivers[to], "tcp", self._codecs.in_use(to), stats, f"{to[0]}:{to[1]}") for to, stats in over_tcp]
         for link, sender in (("shm", self._shm), ("nixl", self._nixl)):
             if sender is not None:
                 found += [LinkState(self._receivers[epoch], link, CodecId.RAW, stats) for epoch, stats in sender.stats().items()]

@@ -41,6 +41,7 @@ from pdd.worker.step_loop import THREAD_NAME, EngineFacts, StepLoop
 from pdd.worker.transfers import KVTraffic
 from pddbridge.engine import Engine, EngineConfig, EngineFactory
 from pddbridge.fingerprint import fingerprint
+from pddbridge.give_way import give_way
 from pddbridge.links.nixl import NixlAgent, NixlError, installed
 from pddbridge.links.tcp import PROTOCOL_VERSION, Handshake
 from pddbridge.rpc.channel import bind, make_server, open_channel
@@ -227,6 +228,8 @@ def _engine_factory(config: LaunchConfig, worker: WorkerConfig, model_dir: Path,
     os.environ.update(environment(worker.threads, worker.device, worker.num_devices, worker.idle_threads == "spin"))
 
     def make_engine() -> Engine:
+        if worker.nice:
+            give_way(worker.nice)  # this thread, and those that the engine starts
         create: EngineFactory = importlib.import_module(f"pdd{worker.engine}.engine").create
         return create(str(model_dir), engine_config)
 

@@ -63,6 +63,14 @@ class OpenRequest:
 
 
 @dataclass(frozen=True)
+class AddPush:
+    """One more receiver of the prompt's KV, of what is computed already too."""
+
+    request_id: str
+    push_to: PushTo
+
+
+@dataclass(frozen=True)
 class IngestTokens:
     request_id: str
     position: int
@@ -134,6 +142,7 @@ class TakeSnapshot:
 
 Command = (
     OpenRequest
+    | AddPush
     | IngestTokens
     | SealRequest
     | CloseRequest

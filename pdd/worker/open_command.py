@@ -73,6 +73,11 @@ def _parse(message: worker_pb2.Open, vocab_size: int, max_context_tokens: int, r
     return Opening(command, pushes, complete)
 
 
+def parse_target(to: worker_pb2.PushTarget, prompt_tokens: int, receivers: Receivers) -> PushSpec | None:
+    """One more receiver for a request of ``prompt_tokens``; None: it lacks nothing. Raises ValueError."""
+    return _parse_target(to, "add_target", prompt_tokens - 1, receivers)
+
+
 def _parse_targets(message: worker_pb2.Open, receivers: Receivers) -> tuple[tuple[PushSpec, ...], tuple[str, ...]]:
     stop = len(message.prompt_ids) - 1
     pushes: list[PushSpec] = []
@@ -80,24 +85,32 @@ def _parse_targets(message: worker_pb2.Open, receivers: Receivers) -> tuple[tupl
     for index, to in enumerate(message.push_to):
         if to.target in {push.target for push in pushes} | set(complete):
             raise ValueError(f"push_to[{index}].target: {to.target!r} given twice")
-        if to.first_token > stop:
-            raise ValueError(f"push_to[{index}].first_token: given {to.first_token}, allowed 0 to {stop}")
-        if to.first_token == stop:
+        push = _parse_target(to, f"push_to[{index}]", stop, receivers)
+        if push is None:
             complete.append(to.target)
-            continue
-        if to.transfer_id == 0:
-            raise ValueError(f"push_to[{index}].transfer_id: given 0, but tokens from {to.first_token} to {stop} are to be sent")
-        if not (to.host and 0 < to.port < 65536):
-            raise ValueError(f"push_to[{index}]: given host {to.host!r} port {to.port}, a host and a port from 1 to 65535 are needed")
-        if receivers is not None and (to.host, to.port) not in receivers.get(to.target, ()):
-            known = sorted(f"{name} at {host}:{port}" for name, addresses in receivers.items() for host, port in addresses)
-            raise ValueError(f"push_to[{index}]: given {to.target!r} at {to.host}:{to.port}, the topology has {known}")
-        if (link := to.link or "tcp") not in LINK_CHOICES:
-            raise ValueError(f"push_to[{index}].link: given {to.link!r}, allowed {list(LINK_CHOICES)}")
-        deadline_s = to.deadline_s if to.HasField("deadline_s") else None
-        if deadline_s is not None and not math.isfinite(deadline_s):
-            raise ValueError(f"push_to[{index}].deadline_s: given {deadline_s}, must be finite")
-        where = (to.target, to.host, to.port, to.epoch, to.transfer_id)
-        priority = priority_from_proto(to.priority, f"push_to[{index}].priority")
-        pushes.append(PushSpec(*where, TokenRange(to.first_token, stop), link, to.nixl_port, priority, deadline_s))
+        else:
+            pushes.append(push)
     return tuple(pushes), tuple(complete)
+
+
+def _parse_target(to: worker_pb2.PushTarget, field: str, stop: int, receivers: Receivers) -> PushSpec | None:
+    """``stop``: of the positions to be sent. None: ``to`` lacks nothing."""
+    if to.first_token > stop:
+        raise ValueError(f"{field}.first_token: given {to.first_token}, allowed 0 to {stop}")
+    if to.first_token == stop:
+        return None
+    if to.transfer_id == 0:
+        raise ValueError(f"{field}.transfer_id: given 0, but tokens from {to.first_token} to {stop} are to be sent")
+    if not (to.host and 0 < to.port < 65536):
+        raise ValueError(f"{field}: given host {to.host!r} port {to.port}, a host and a port from 1 to 65535 are needed")
+    if receivers is not None and (to.host, to.port) not in receivers.get(to.target, ()):
+        known = sorted(f"{name} at {host}:{port}" for name, addresses in receivers.items() for host, port in addresses)
+        raise ValueError(f"{field}: given {to.target!r} at {to.host}:{to.port}, the topology has {known}")
+    if (link := to.link or "tcp") not in LINK_CHOICES:
+        raise ValueError(f"{field}.link: given {to.link!r}, allowed {list(LINK_CHOICES)}")
+    deadline_s = to.deadline_s if to.HasField("deadline_s") else None
+    if deadline_s is not None and not math.isfinite(deadline_s):
+        raise ValueError(f"{field}.deadline_s: given {deadline_s}, must be finite")
+    where = (to.target, to.host, to.port, to.epoch, to.transfer_id)
+    priority = priority_from_proto(to.priority, f"{field}.priority")
+    return PushSpec(*where, TokenRange(to.first_token, stop), link, to.nixl_port, priority, deadline_s)

@@ -43,12 +43,21 @@ class PushFeed:
         piece_bytes: int,
         lenders: Mapping[str, Lend] | None = None,
     ) -> None:
-        self._lenders = lenders or {}
+        self._lenders = dict(lenders or {})
         self._stop = stop
         self._bytes_per_token = bytes_per_token
         self._window_bytes = window_bytes
         self._piece_tokens = max(1, piece_bytes // bytes_per_token)
         self._cursors = {name: _Cursor(name, first) for name, first in targets if first < stop}
+
+    def add(self, target: str, first_token: int, lend: Lend | None = None) -> None:
+        """One more receiver. Raises ValueError for one that is there."""
+        if target in self._cursors:
+            raise ValueError(f"target: {target!r} is pushed to already")
+        if first_token < self._stop:
+            self._cursors[target] = _Cursor(target, first_token)
+            if lend is not None:
+                self._lenders[target] = lend
 
     @property
     def finished(self) -> bool:

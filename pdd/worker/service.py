@@ -204,7 +204,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         request_id = opening.command.request_id
         if request_id in self._sessions:
             raise PddError(Code.INVALID_ARGUMENT, f"request_id: {request_id!r} is in use")
-        session = Session(opening, self._epoch, runtime.step_loop, runtime.traffic, self._forget)
+        session = Session(opening, self._epoch, runtime.step_loop, runtime.traffic, self._forget, runtime.receivers)
         self._sessions[request_id] = session
         try:
             session.start()
@@ -227,6 +227,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                     session.submit(m.SealRequest(session.request_id))
                 case "set_priority":
                     session.set_priority(command.set_priority)
+                case "add_target":
+                    session.add_target(command.add_target)
                 case other:
                     session.submit(m.FailRequest(session.request_id, Code.INVALID_ARGUMENT, f"command: given {other} after open"))
 
@@ -240,6 +242,7 @@ def _link_state(state: LinkState) -> worker_pb2.LinkState:
     stats = state.stats
     return worker_pb2.LinkState(
         receiver=state.receiver,
+        address=state.address,
         link=state.link,
         goodput_bytes_s=stats.goodput_bytes_per_s,
         wire_bytes_s=stats.wire_bytes_per_s,

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from pdd.errors import Code
 from pdd.worker import messages as m
-from pdd.worker.open_command import Opening
+from pdd.worker.open_command import Opening, Receivers, parse_target
 from pdd.worker.step_loop import StepLoop, StepLoopEndedError
 from pdd.worker.transfers import KVTraffic, Push, Pushed, PushOutcome
 from pddbridge.codecs import CodecId
@@ -21,9 +21,17 @@ from pddbridge.rpc.gen import worker_pb2
 
 
 class Session:
-    """``forget`` is called when the request holds nothing any more."""
+    """``forget`` is called when the request holds nothing any more. ``receivers``: where KV may be pushed."""
 
-    def __init__(self, opening: Opening, epoch: int, step_loop: StepLoop, traffic: KVTraffic, forget: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        opening: Opening,
+        epoch: int,
+        step_loop: StepLoop,
+        traffic: KVTraffic,
+        forget: Callable[[str], None],
+        receivers: Receivers = None,
+    ) -> None:
         self.request_id = opening.command.request_id
         self.refused: m.Refused | None = None
         self._opening = opening
@@ -31,6 +39,7 @@ class Session:
         self._step_loop = step_loop
         self._traffic = traffic
         self._forget = forget
+        self._receivers = receivers
         self._pushes: dict[str, Push] = {}
         self._transfer_id: int | None = None
         # Bounded by one request's tokens and the commands for it. A coordinator that does not read holds this, and the worker goes on.
@@ -51,6 +60,25 @@ class Session:
             self._step_loop.submit(command)
         except StepLoopEndedError as error:
             self.deliver(m.Failed(Code.UNAVAILABLE, str(error)))
+
+    def add_target(self, target: worker_pb2.PushTarget) -> None:
+        """One more receiver of the prompt's KV. One that cannot be ends the request."""
+        if self._ending is not None:
+            return
+        command = self._opening.command
+        try:
+            if target.target in self._pushes or target.target in self._opening.complete_targets:
+                raise ValueError(f"add_target.target: {target.target!r} is pushed to already")
+            spec = parse_target(target, len(command.prompt_ids), self._receivers)
+            if spec is None:
+                self._push_ended(Pushed(target.target, 0, 0, 0, CodecId.RAW))
+                return
+            push = self._traffic.push(self.request_id, spec, self._push_ended)
+        except ValueError as error:
+            self.submit(m.FailRequest(self.request_id, Code.INVALID_ARGUMENT, str(error)))
+            return
+        self._pushes[spec.target] = push
+        self.submit(m.AddPush(self.request_id, m.PushTo(spec.target, spec.tokens.start, push.lend)))
 
     def set_priority(self, command: worker_pb2.SetPriority) -> None:
         """For what the push has yet to send. A target that nothing is pushed to, any more or at all, does not mind; a class that is not

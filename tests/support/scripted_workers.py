@@ -109,6 +109,9 @@ class Row:
         self.events: asyncio.Queue[pb.WorkerEvent | None] = asyncio.Queue()
         self.broken = False
         self.received: asyncio.Task[None] | None = None
+        self.targets: asyncio.Queue[pb.PushTarget] = asyncio.Queue()
+        for target in command.push_to:
+            self.targets.put_nowait(target)
 
     def emit(self, **event: object) -> None:
         self.events.put_nowait(pb.WorkerEvent(**event))
@@ -303,6 +306,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
                 row.seal()
             elif command.HasField("set_priority"):
                 self.priorities.append((command.set_priority.target, command.set_priority.priority))
+            elif command.HasField("add_target"):
+                row.command.push_to.append(command.add_target)  # for who looks at what was asked
+                row.targets.put_nowait(command.add_target)
         row.events.put_nowait(None)
 
     async def _work(self, row: Row) -> None:
@@ -333,8 +339,10 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self.computed_prompt_tokens += needed - hit
         row.has_kv()
         row.emit(prefilled=pb.Prefilled(computed_tokens=needed - hit))
-        pushes = [self._push(row, target) for target in row.command.push_to]
-        await asyncio.gather(row.propose(), *pushes)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(row.propose())
+            while True:
+                group.create_task(self._push(row, await row.targets.get()))
 
     async def _push(self, row: Row, target: pb.PushTarget) -> None:
         self.num_outgoing += 1

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdd.bench.mix import SkewedMix, skewed
-from pdd.bench.ttft_mix import handoff_gap_s
+from pdd.bench.mix_requests import handoff_gap_s, ordinary_gaps_s
 from pdd.launch.ask import Answer, Piece
 
 _VOCABULARY = 300
@@ -20,9 +20,9 @@ def test_the_shares_are_exact_and_the_sizes_as_stated() -> None:
     mix = skewed(params, _VOCABULARY, seed=7)
     by_kind = {kind: [r for r in mix.requests if r.kind == kind] for kind in ("high", "low", "singular")}
     assert {kind: len(requests) for kind, requests in by_kind.items()} == {"high": 48, "low": 10, "singular": 2}
-    assert all(r.hit_tokens == 1000 and r.miss_tokens == 30 for r in by_kind["high"])
-    assert all(r.hit_tokens == 200 and 300 <= r.miss_tokens <= 700 for r in by_kind["low"])
-    assert all(r.hit_tokens == 0 and r.miss_tokens == 2500 and r.output_tokens == 4 for r in by_kind["singular"])
+    assert all(r.hit_tokens == 600 and r.miss_tokens == 18 for r in by_kind["high"])
+    assert all(r.hit_tokens == 120 and 200 <= r.miss_tokens <= 400 for r in by_kind["low"])
+    assert all(r.hit_tokens == 0 and r.miss_tokens == 3000 and r.output_tokens == 4 for r in by_kind["singular"])
     assert mix.miss_tokens == sum(r.miss_tokens for r in mix.requests)
 
 
@@ -58,4 +58,5 @@ def test_a_mix_that_cannot_be_is_refused_by_name(changed: dict[str, object], mes
 def test_the_gap_at_handoff_is_the_one_where_the_maker_changes() -> None:
     pieces = tuple(Piece("", origin, (1,), at) for origin, at in (("relay", 0.0), ("relay", 0.9), ("main", 1.1), ("main", 2.5)))
     assert handoff_gap_s(Answer(pieces, {}, {}, "length")) == pytest.approx(0.2)
+    assert ordinary_gaps_s(Answer(pieces, {}, {}, "length")) == pytest.approx([0.9, 1.4])
     assert handoff_gap_s(Answer(pieces[:2], {}, {}, "length")) is None

@@ -15,20 +15,22 @@ def state(receiver: str, link: str, kv_bytes: int, **fields: float) -> pb.LinkSt
 
 async def test_links_reach_policies_and_metrics() -> None:
     async with serving(hashed_token) as (cluster, coordinator):
-        prefill = coordinator._pool.worker("prefill-0")
-        assert prefill.link_to("main-0") is None
+        prefill, relay_worker, main = (coordinator._pool.worker(name) for name in ("prefill-0", "relay-0", "main-0"))
+        assert prefill.link_to(main.place) is None
         cluster.worker("prefill").links = [
+            state("main-0", "tcp", 9000, goodput_bytes_s=5e9, address="127.0.0.9:9"),  # another coordinator's way to main
             state("main-0", "tcp", 5000, goodput_bytes_s=5e6, wire_bytes_s=4e6, round_trip_s=0.03, queued_bytes=70_000, num_transfers=3),
             state("main-0", "shm", 10),
             state("relay-0", "shm", 9000, queued_bytes=1),
         ]
         async with asyncio.timeout(10):
-            while (link := prefill.link_to("main-0")) is None:
+            while (link := prefill.link_to(main.place)) is None:
                 await asyncio.sleep(0.02)
         assert (link.goodput_bytes_s, link.wire_bytes_s, link.round_trip_s) == (5e6, 4e6, 0.03)
         assert (link.queued_bytes, link.num_transfers) == (70_000, 3)
         assert 0 <= link.age_s < 5
-        relay = prefill.link_to("relay-0")
+        assert coordinator._context.traffic.goodput_bytes_s(("a", "b")) == 5e6
+        relay = prefill.link_to(relay_worker.place)
         assert relay is not None
         assert (relay.goodput_bytes_s, relay.round_trip_s, relay.queued_bytes) == (None, None, 1)
 

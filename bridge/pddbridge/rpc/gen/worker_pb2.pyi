@@ -79,7 +79,7 @@ class WorkerInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., engine: _Optional[str] = ..., device: _Optional[str] = ..., epoch: _Optional[int] = ..., fingerprint: _Optional[str] = ..., model_name: _Optional[str] = ..., ready: _Optional[bool] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., vocab_size: _Optional[int] = ..., kv_dtype: _Optional[str] = ..., layout: _Optional[str] = ..., num_running: _Optional[int] = ..., max_rows: _Optional[int] = ..., kv_links: _Optional[_Iterable[str]] = ..., nixl_port: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkState, _Mapping]]] = ..., step_age_s: _Optional[float] = ..., draining: _Optional[bool] = ..., max_step_tokens: _Optional[int] = ...) -> None: ...
 
 class LinkState(_message.Message):
-    __slots__ = ("receiver", "link", "goodput_bytes_s", "wire_bytes_s", "round_trip_s", "queued_bytes", "num_connections", "kv_bytes", "kv_wire_bytes", "codec", "num_transfers")
+    __slots__ = ("receiver", "link", "goodput_bytes_s", "wire_bytes_s", "round_trip_s", "queued_bytes", "num_connections", "kv_bytes", "kv_wire_bytes", "codec", "num_transfers", "address")
     RECEIVER_FIELD_NUMBER: _ClassVar[int]
     LINK_FIELD_NUMBER: _ClassVar[int]
     GOODPUT_BYTES_S_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +91,7 @@ class LinkState(_message.Message):
     KV_WIRE_BYTES_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     NUM_TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
     receiver: str
     link: str
     goodput_bytes_s: float
@@ -102,7 +103,8 @@ class LinkState(_message.Message):
     kv_wire_bytes: int
     codec: str
     num_transfers: int
-    def __init__(self, receiver: _Optional[str] = ..., link: _Optional[str] = ..., goodput_bytes_s: _Optional[float] = ..., wire_bytes_s: _Optional[float] = ..., round_trip_s: _Optional[float] = ..., queued_bytes: _Optional[int] = ..., num_connections: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., kv_wire_bytes: _Optional[int] = ..., codec: _Optional[str] = ..., num_transfers: _Optional[int] = ...) -> None: ...
+    address: str
+    def __init__(self, receiver: _Optional[str] = ..., link: _Optional[str] = ..., goodput_bytes_s: _Optional[float] = ..., wire_bytes_s: _Optional[float] = ..., round_trip_s: _Optional[float] = ..., queued_bytes: _Optional[int] = ..., num_connections: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., kv_wire_bytes: _Optional[int] = ..., codec: _Optional[str] = ..., num_transfers: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
 
 class LedgerRequest(_message.Message):
     __slots__ = ()
@@ -218,16 +220,18 @@ class LedgerReply(_message.Message):
     def __init__(self, total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., pinned_pages: _Optional[int] = ..., num_requests: _Optional[int] = ..., num_incoming_transfers: _Optional[int] = ..., num_outgoing_transfers: _Optional[int] = ..., computed_prompt_tokens: _Optional[int] = ..., computed_log_tokens: _Optional[int] = ..., sampled_tokens: _Optional[int] = ..., kv_bytes_received: _Optional[int] = ..., kv_bytes_sent: _Optional[int] = ..., frames_refused: _Optional[int] = ..., late_frames_dropped: _Optional[int] = ..., compilations_after_ready: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., engine_fallbacks: _Optional[_Mapping[str, int]] = ..., kv_pushes: _Optional[_Mapping[str, int]] = ..., kv_link_fallbacks: _Optional[_Mapping[str, int]] = ..., kv_wire_bytes_received: _Optional[int] = ..., kv_wire_bytes_sent: _Optional[int] = ..., kv_codecs: _Optional[_Mapping[str, int]] = ..., kv_coding_ratio: _Optional[float] = ..., kv_codecs_declined: _Optional[int] = ..., host_pages: _Optional[int] = ..., host_bytes: _Optional[int] = ..., host_capacity_bytes: _Optional[int] = ..., host_hit_tokens: _Optional[int] = ..., host_pages_lost: _Optional[int] = ..., loop_lag_bounds_s: _Optional[_Iterable[float]] = ..., loop_lag_counts: _Optional[_Iterable[int]] = ..., link_turns: _Optional[_Mapping[str, int]] = ..., handshakes_refused: _Optional[int] = ..., calls_refused: _Optional[int] = ...) -> None: ...
 
 class WorkerCommand(_message.Message):
-    __slots__ = ("open", "ingest", "seal", "set_priority")
+    __slots__ = ("open", "ingest", "seal", "set_priority", "add_target")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     INGEST_FIELD_NUMBER: _ClassVar[int]
     SEAL_FIELD_NUMBER: _ClassVar[int]
     SET_PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    ADD_TARGET_FIELD_NUMBER: _ClassVar[int]
     open: Open
     ingest: Ingest
     seal: Seal
     set_priority: SetPriority
-    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., ingest: _Optional[_Union[Ingest, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., set_priority: _Optional[_Union[SetPriority, _Mapping]] = ...) -> None: ...
+    add_target: PushTarget
+    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., ingest: _Optional[_Union[Ingest, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., set_priority: _Optional[_Union[SetPriority, _Mapping]] = ..., add_target: _Optional[_Union[PushTarget, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
     __slots__ = ("request_id", "tenant", "prompt_ids", "sampling", "kv_source", "push_to", "decode", "log_ids", "timeout_s", "max_propose_tokens", "prompt_logprobs")
