@@ -176,6 +176,7 @@ class StepLoop:
             self._take_commands(executor)
             executor.expire(time.monotonic())
             executor.admit_waiting()
+            self._flush()  # what commands led to does not wait for the step: a coordinator is waiting for pages, or for KV to have come
             stepped = executor.run_step()
             self._flush()
 

@@ -102,6 +102,23 @@ async def test_the_step_thread_and_the_threads_of_its_engine_give_way_to_the_eve
     assert niceness() == before
 
 
+async def test_what_a_command_led_to_is_told_before_the_step() -> None:
+    inbox, leave = Inbox(), Future[None]()
+
+    def hold(step: object) -> None:
+        leave.result(10)
+
+    loop = start(inbox, FakeEngine(before_step=hold))
+    loop.submit(opening())
+    try:
+        await inbox.until(m.Reserved)
+        assert not inbox.log()
+    finally:
+        leave.set_result(None)
+    await inbox.until(m.Tokens)
+    await stop(loop)
+
+
 async def test_a_flood_of_received_kv_does_not_hold_up_decode_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdd.worker.step_loop.PLACE_BYTES_PER_STEP", block().values.nbytes)
     inbox = Inbox()
