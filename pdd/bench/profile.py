@@ -26,9 +26,11 @@ from pdd.sim.fit import (
     fit_beside,
     fit_decode,
     fit_extend,
+    fit_hit,
     fit_link_overhead,
     fit_prefill,
     fit_slowdown,
+    fit_waits,
 )
 from pddbridge.checkpoint import open_checkpoint
 from pddbridge.kv_spec import KVSpec
@@ -67,9 +69,11 @@ def sim_config(config: LaunchConfig, link: EmulatedLink, kv_bytes_per_token: int
             costs[role] = EngineCost(base, token, pair, *fit_decode(alone), extend_token_s=extend)
     main_s = first_overhead(measured.main_firsts_s, costs["main"].step)
     share, link_s = fit_link_overhead(measured, costs["main"], main_s, rtt_s, rate_bytes_s, step_tokens)
-    overheads = {"main_s": main_s, "link_s": link_s}
+    overheads = {"main_s": main_s, "link_s": link_s, "hit_s": fit_hit(measured, costs["prefill"], step_tokens)}
     if "relay" in workers:
         overheads["relay_s"] = first_overhead(measured.relay_firsts_s, costs["relay"].step)
+    firsts = {"main": overheads["main_s"], "relay": overheads.get("relay_s", 0.0)}
+    overheads["reserve_steps"], overheads["arrive_steps"] = fit_waits(measured, costs, step_tokens, firsts)
     slowdown = fit_slowdown(measured, costs, step_tokens)
     return {
         "kv_bytes_per_token": kv_bytes_per_token,
@@ -86,7 +90,7 @@ def sim_config(config: LaunchConfig, link: EmulatedLink, kv_bytes_per_token: int
                 for name, times in fit_beside(measured, costs, step_tokens, rtt_s).items()
             },
         },
-        "overheads": {name: _short(seconds) for name, seconds in overheads.items()},
+        "overheads": {name: _short(value) for name, value in overheads.items()},
     }
 
 

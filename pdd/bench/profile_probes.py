@@ -13,11 +13,12 @@ import numpy as np
 
 from pdd.bench.modes import Mode
 from pdd.bench.serve.client import Record, Target, send
-from pdd.sim.fit import DecodeRun, ExtendRun, LinkRun, Measured, PrefillRun
+from pdd.sim.fit import BesideRun, DecodeRun, ExtendRun, LinkRun, Measured, PrefillRun
 
 _PROMPTS = (33, 129, 257, 513, 1025)  # KV of all tokens but the last is computed
 _LINK_PROMPTS = (129, 1025)
 _BESIDE_PROMPT = 513
+_KNOWN = (500, 1500)  # tokens that caches hold of a prompt of 33 more
 _DECODES = ((1, 250), (4, 250), (8, 250), (4, 1100))  # rows, context
 _BOTH_ROWS = (1, 2, 4)  # at relay and at main
 _EXTENDS = (8, 136)  # log tokens that main is given at once
@@ -83,6 +84,11 @@ class Prober:
             record = await self._ask("same_site", tokens, 3, pipeline="direct")
             found.prefills.append(PrefillRun(tokens - 1, _time(record, "prefill_done_s")))
             found.main_firsts_s.append(record.ttft_s - _time(record, "prefill_done_s"))
+        for known in _KNOWN:
+            prompt, salt = self._ids(known), self._salt()
+            await self._ask("same_site", known, 2, prompt, salt, pipeline="direct")
+            record = await self._ask("same_site", 0, 3, prompt + self._ids(_PROMPTS[0]), salt, pipeline="direct")
+            found.hits.append(PrefillRun(_PROMPTS[0] - 1, _time(record, "prefill_done_s"), known))
         for tokens in _LINK_PROMPTS:
             record = await self._ask("cross_site", tokens, 3, pipeline="direct")
             stored, coded = (int(record.timeline[key] or 0) for key in ("wan_kv_bytes", "wan_kv_wire_bytes"))
@@ -100,18 +106,26 @@ class Prober:
         roles = tuple(dict.fromkeys(row.role for row in held))
         began = time.perf_counter()
         await asyncio.sleep(_WATCH_S)
-        for role in roles:
+        alone = self._steps(held, context, began, time.perf_counter(), roles)
+        found.decodes += alone
+        role = roles[-1]  # main, where it has rows
+        mode: Mode = "same_site" if role == "main" else "pdd"
+        pipeline = "direct" if role == "main" else "local"
+        short, long = [await self._ask(mode, tokens, 2, pipeline=pipeline) for tokens in (_PROMPTS[0], _BESIDE_PROMPT)]
+        done_s = [_time(probe, "prefill_done_s") for probe in (short, long)]
+        firsts_s = tuple(probe.ttft_s - at_s for probe, at_s in zip((short, long), done_s, strict=True))
+        sizes = (_PROMPTS[0] - 1, done_s[0], _BESIDE_PROMPT - 1, done_s[1])
+        found.prefills_beside.append(BesideRun(role, ("prefill", *roles), alone[-1].seconds, *sizes, firsts_s))
+        found.decodes_beside += self._steps(held, context, long.start_s, long.start_s + done_s[1], ("prefill", *roles))
+
+    def _steps(self, held: Sequence[_Row], context: int, from_s: float, to_s: float, busy: tuple[str, ...]) -> list[DecodeRun]:
+        """What a step took each role meanwhile."""
+        found = []
+        for role in dict.fromkeys(row.role for row in held):
             rows = [row for row in held if row.role == role]
             grown = context + round(np.mean([sum(tokens for _, tokens in row.record.pieces) for row in rows]))
-            found.decodes.append(DecodeRun(role, len(rows), grown, _itl_s(rows, began, time.perf_counter()), roles))
-        probe = await self._ask("same_site", _BESIDE_PROMPT, 2, pipeline="direct")
-        took_s = _time(probe, "prefill_done_s")
-        found.prefills_beside.append(PrefillRun(_BESIDE_PROMPT - 1, took_s, ("prefill", *roles)))
-        for role in roles:
-            rows = [row for row in held if row.role == role]
-            grown = context + round(np.mean([sum(tokens for _, tokens in row.record.pieces) for row in rows]))
-            itl_s = _itl_s(rows, probe.start_s, probe.start_s + took_s)
-            found.decodes_beside.append(DecodeRun(role, len(rows), grown, itl_s, ("prefill", *roles)))
+            found.append(DecodeRun(role, len(rows), grown, _itl_s(rows, from_s, to_s), busy))
+        return found
 
     @asynccontextmanager
     async def _decoding(self, roles: Sequence[str], context: int) -> AsyncIterator[list[_Row]]:
@@ -140,9 +154,19 @@ class Prober:
             await asyncio.gather(*(row.task for row in held), return_exceptions=True)
             await asyncio.sleep(_SETTLE_S)
 
-    async def _ask(self, mode: Mode, tokens: int, output_tokens: int, **override: str | int) -> Record:
-        record = Record("probe", self._number, time.perf_counter(), tokens)
-        await send(self._http, self._targets[mode], record, self._body(self._ids(tokens), output_tokens, self._salt(), override))
+    async def _ask(
+        self,
+        mode: Mode,
+        tokens: int,
+        output_tokens: int,
+        prompt: list[int] | None = None,
+        salt: str | None = None,
+        **override: str | int,
+    ) -> Record:
+        """``tokens`` at random, unless it is to be ``prompt``."""
+        ids = self._ids(tokens) if prompt is None else prompt
+        record = Record("probe", self._number, time.perf_counter(), len(ids))
+        await send(self._http, self._targets[mode], record, self._body(ids, output_tokens, salt or self._salt(), override))
         if record.error:
             raise ValueError(f"a probe failed: {record.error}")
         return record

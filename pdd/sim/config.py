@@ -82,6 +82,9 @@ class SimOverheads(StrictModel):
     main_s: Annotated[float, Field(ge=0)] = 0.0
     relay_s: Annotated[float, Field(ge=0)] = 0.0
     link_s: Annotated[float, Field(ge=0)] = 0.0
+    hit_s: Annotated[float, Field(ge=0)] = 0.0
+    reserve_steps: Annotated[float, Field(ge=0)] = Overheads.reserve_steps
+    arrive_steps: Annotated[float, Field(ge=1)] = Overheads.arrive_steps
 
 
 class SimEfficiency(StrictModel):

@@ -15,22 +15,38 @@ from pdd.sim.costs import EngineCost
 
 @dataclass(frozen=True)
 class PrefillRun:
-    """``seconds`` until ``tokens`` were computed, nothing of them cached. ``busy``: roles whose engines ran."""
+    """``seconds`` until ``tokens`` were computed behind ``cached`` ones."""
 
     tokens: int
     seconds: float
-    busy: tuple[str, ...] = ("prefill",)
+    cached: int = 0
 
 
 @dataclass(frozen=True)
 class DecodeRun:
-    """``seconds`` per step of ``rows`` rows at ``role`` with ``context`` tokens each. ``busy``: as above."""
+    """``seconds`` per step of ``rows`` rows at ``role`` with ``context`` tokens each. ``busy``: roles whose engines ran."""
 
     role: str
     rows: int
     context: int
     seconds: float
     busy: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class BesideRun:
+    """A short and a long prompt within one site while rows decoded at ``role``, of whom a step took ``step_s`` without prefill. Prefill
+    had their KV after ``short_s`` and ``long_s``, the first tokens came ``firsts_s`` later.
+    """
+
+    role: str
+    busy: tuple[str, ...]
+    step_s: float
+    short_tokens: int
+    short_s: float
+    long_tokens: int
+    long_s: float
+    firsts_s: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -57,18 +73,20 @@ class ExtendRun:
 @dataclass
 class Measured:
     """``prefills``, ``main_firsts_s``: of requests alone within one site, the latter from the end of prefill to the first token ·
-    ``pushes``, ``relay_firsts_s``: the same with a relay · ``links``: over the link · ``decodes``: of rows without prefill ·
-    ``prefills_beside``, ``decodes_beside``: of both at once · ``beside_link``: of rows while the link is busy.
+    ``hits``: of prompts that caches knew in part · ``pushes``, ``relay_firsts_s``: alone with a relay · ``links``: over the link ·
+    ``decodes``: of rows without prefill · ``prefills_beside``, ``decodes_beside``: of both at once · ``beside_link``: of rows while the
+    link is busy.
     """
 
     prefills: list[PrefillRun] = field(default_factory=list)
     main_firsts_s: list[float] = field(default_factory=list)
+    hits: list[PrefillRun] = field(default_factory=list)
     pushes: list[PrefillRun] = field(default_factory=list)
     relay_firsts_s: list[float] = field(default_factory=list)
     links: list[LinkRun] = field(default_factory=list)
     extends: list[ExtendRun] = field(default_factory=list)
     decodes: list[DecodeRun] = field(default_factory=list)
-    prefills_beside: list[PrefillRun] = field(default_factory=list)
+    prefills_beside: list[BesideRun] = field(default_factory=list)
     decodes_beside: list[DecodeRun] = field(default_factory=list)
     beside_link: list[DecodeRun] = field(default_factory=list)
 
@@ -105,13 +123,36 @@ def fit_extend(runs: Sequence[ExtendRun]) -> float:
 def fit_slowdown(measured: Measured, costs: dict[str, EngineCost], step_tokens: int) -> dict[tuple[str, ...], dict[str, float]]:
     """By roles that were busy at once: how many times longer each of them took than alone; the median of what was measured."""
     found: dict[tuple[str, ...], dict[str, list[float]]] = {}
-    for prefill in measured.prefills_beside:
-        alone_s = costs["prefill"].prefill(prefill.tokens, 0, step_tokens)
-        found.setdefault(prefill.busy, {}).setdefault("prefill", []).append(prefill.seconds / alone_s)
+    for beside in measured.prefills_beside:
+        found.setdefault(beside.busy, {}).setdefault("prefill", []).append(_prefill_times(beside, costs["prefill"], step_tokens))
     for run in (*measured.decodes_beside, *(run for run in measured.decodes if len(run.busy) > 1)):
         times = run.seconds / costs[run.role].step(run.rows, run.rows * run.context)
         found.setdefault(run.busy, {}).setdefault(run.role, []).append(times)
     return {busy: {role: max(1.0, median(times)) for role, times in roles.items()} for busy, roles in sorted(found.items())}
+
+
+def fit_waits(measured: Measured, costs: dict[str, EngineCost], step_tokens: int, overheads_s: dict[str, float]) -> tuple[float, float]:
+    """In steps of a decode worker that is busy: until it has answered what it holds of a prompt, and from the arrival of KV to the first
+    token. It takes commands between steps.
+    """
+    reserve, arrive = [], []
+    for run in measured.prefills_beside:
+        short_s = costs["prefill"].prefill(run.short_tokens, 0, step_tokens) * _prefill_times(run, costs["prefill"], step_tokens)
+        reserve.append((run.short_s - short_s) / run.step_s)
+        arrive += [(first_s - overheads_s[run.role]) / run.step_s for first_s in run.firsts_s]
+    return max(0.0, median(reserve)), max(1.0, median(arrive))
+
+
+def _prefill_times(run: BesideRun, cost: EngineCost, step_tokens: int) -> float:
+    """How many times longer than alone prefill took for what the long prompt had more than the short one: what both waited for is out."""
+    alone_s = cost.prefill(run.long_tokens, 0, step_tokens) - cost.prefill(run.short_tokens, 0, step_tokens)
+    return (run.long_s - run.short_s) / alone_s
+
+
+def fit_hit(measured: Measured, cost: EngineCost, step_tokens: int) -> float:
+    """Seconds of prefill that a prompt takes for having something cached, beside its steps."""
+    over = [run.seconds - cost.prefill(run.tokens, run.cached, step_tokens) for run in measured.hits]
+    return max(0.0, median(over))
 
 
 def fit_beside(measured: Measured, costs: dict[str, EngineCost], step_tokens: int, rtt_s: float) -> dict[str, dict[str, float]]:

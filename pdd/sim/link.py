@@ -9,7 +9,7 @@ from typing import Protocol
 
 import simpy
 
-from pdd.sim.server import Job, SharedServer
+from pdd.sim.server import Job, SharedServer, when
 from pdd.sim.spec import LinkSpec
 
 
@@ -92,8 +92,7 @@ class FairLink:
             self._take(transfer, self._server.cancel(transfer.job))
         transfer.ready_bytes += num_bytes
         job = transfer.job = self._server.add(transfer.ready_bytes)
-        assert job.done.callbacks is not None
-        job.done.callbacks.append(lambda _: self._sent(transfer, job))
+        when(job.done, lambda: self._sent(transfer, job))
 
     def cancel(self, transfer: Transfer) -> None:
         if not transfer.active:
@@ -199,9 +198,7 @@ class ShortestLink:
         if self._running:
             timer = self._timer
             first = min(self._running, key=lambda one: one.ready_bytes)
-            event = self._env.timeout(first.ready_bytes / self._flow)
-            assert event.callbacks is not None
-            event.callbacks.append(lambda _: self._due(timer, first))
+            when(self._env.timeout(first.ready_bytes / self._flow), lambda: self._due(timer, first))
 
     def _due(self, timer: int, first: Transfer) -> None:
         if timer == self._timer:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import simpy
 
-from pdd.sim.server import SharedServer
+from pdd.sim.server import SharedServer, when
 from pdd.sim.spec import RoleSpec
 from pdd.worker.scheduler import RowDemand, StepBudget, plan_step
 
@@ -23,6 +23,7 @@ class PrefillJob:
     behind: int
     computed: Callable[[int], None]
     done: simpy.Event
+    more_s: float = 0.0
     last_step: int = 0
 
 
@@ -39,9 +40,9 @@ class PrefillEngine:
         self._num_steps = 0
         self._stepping = False
 
-    def add(self, miss_tokens: int, hit_tokens: int, computed: Callable[[int], None]) -> PrefillJob:
-        """It has its first row when the step that runs has ended."""
-        job = PrefillJob(self._number, miss_tokens, hit_tokens, computed, self._env.event())
+    def add(self, miss_tokens: int, hit_tokens: int, computed: Callable[[int], None], more_s: float = 0.0) -> PrefillJob:
+        """It has its first row when the step that runs has ended. ``more_s``: that its first step takes longer."""
+        job = PrefillJob(self._number, miss_tokens, hit_tokens, computed, self._env.event(), more_s)
         self._number += 1
         if miss_tokens == 0:
             job.done.succeed()
@@ -57,10 +58,10 @@ class PrefillEngine:
         if not rows:
             return
         self._num_steps += 1
-        work_s = self._cost.prefill_s + sum(self._cost.chunk(tokens, job.behind) for job, tokens in rows)
-        step = self._server.add(work_s)
-        assert step.done.callbacks is not None
-        step.done.callbacks.append(lambda _: self._stepped(rows))
+        work_s = self._cost.prefill_s
+        for job, tokens in rows:
+            work_s += self._cost.chunk(tokens, job.behind) + (0.0 if job.last_step else job.more_s)
+        when(self._server.add(work_s).done, lambda: self._stepped(rows))
 
     def _rows(self) -> list[tuple[PrefillJob, int]]:
         jobs = list(self._jobs.values())

@@ -7,7 +7,6 @@ arrivals and ends are events. A run costs the same whether an answer has ten tok
 from __future__ import annotations
 
 import heapq
-import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,8 +14,6 @@ from dataclasses import dataclass
 import simpy
 
 from pdd.sim.spec import HostSpec
-
-_ROUNDING = 1e-9  # of a step
 
 
 @dataclass(eq=False)
@@ -51,14 +48,10 @@ class SharedServer:
         self.busy_s = 0.0
         self.on_change: Callable[[], None] = lambda: None
 
-    def add(self, work: float, weight: float = 0.0, whole: bool = False) -> Job:
-        """Its ``done`` succeeds when ``work`` units are through. ``whole``: units are steps; who comes during one begins with the next."""
+    def add(self, work: float, weight: float = 0.0, lead: float = 0.0) -> Job:
+        """Its ``done`` succeeds when ``work`` units are through, after the ``lead`` that others get first."""
         self._advance()
-        begin = self._virtual
-        if whole:
-            begin = math.ceil(begin - _ROUNDING)
-            if not self.num_jobs:
-                self._virtual = float(begin)
+        begin = self._virtual + lead
         job = Job(begin + work, self._number, begin, weight, self._env.event())
         self._number += 1
         heapq.heappush(self._jobs, job)
@@ -114,9 +107,7 @@ class SharedServer:
             return
         timer = self._timer
         wait_s = max(0.0, (self._jobs[0].target - self._virtual) / self._rate)
-        event = self._env.timeout(wait_s)
-        assert event.callbacks is not None
-        event.callbacks.append(lambda _: self._due(timer))
+        when(self._env.timeout(wait_s), lambda: self._due(timer))
 
     def _due(self, timer: int) -> None:
         if timer != self._timer:
@@ -157,19 +148,28 @@ class Places:
             self._free += 1
 
 
+def when(event: simpy.Event, call: Callable[[], object]) -> None:
+    """``call`` when ``event`` succeeds, now if it has."""
+    if event.callbacks is None:
+        call()
+    else:
+
+        def called(_: simpy.Event) -> None:
+            call()
+
+        event.callbacks.append(called)
+
+
 def either(env: simpy.Environment, *events: simpy.Event) -> simpy.Event:
     """Succeeds with the first of ``events``, at once when one was before."""
     first = env.event()
 
-    def happened(_: simpy.Event) -> None:
+    def happened() -> None:
         if not first.triggered:
             first.succeed()
 
     for event in events:
-        if event.callbacks is None:
-            happened(event)
-        else:
-            event.callbacks.append(happened)
+        when(event, happened)
     return first
 
 

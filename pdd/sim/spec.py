@@ -55,12 +55,17 @@ class HostSpec:
 @dataclass(frozen=True)
 class Overheads:
     """What a request takes beside its steps, round trips and bytes, seconds. ``main_s``, ``relay_s``: until its first token is at the
-    client, by the worker that makes it · ``link_s``: of a transfer over the link.
+    client, by the worker that makes it · ``link_s``: of a transfer over the link · ``hit_s``: of prefill, for a prompt
+    that caches know in part. In steps of a decode worker that is busy, which takes
+    commands between them: ``reserve_steps`` until it has said what it holds, ``arrive_steps`` from the arrival of KV to the first token.
     """
 
     main_s: float = 0.0
     relay_s: float = 0.0
     link_s: float = 0.0
+    hit_s: float = 0.0
+    reserve_steps: float = 1.5
+    arrive_steps: float = 2.5
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from pdd.policy.pipeline import Pipeline, PipelineDecision, PipelineSnapshot, ch
 from pdd.sim.cache import Prompt
 from pdd.sim.handoff import Handoff
 from pdd.sim.link import Transfer, make_link
-from pdd.sim.server import Host, either
+from pdd.sim.prefill import PrefillJob
+from pdd.sim.server import Host, either, when
 from pdd.sim.spec import SystemSpec
 from pdd.sim.workers import Fleet, Worker, num_running
 
@@ -65,8 +66,11 @@ class _Run:
     relay: Worker | None
     main_hit: int
     prefill_hit: int
-    decision: PipelineDecision
+    prefilled: simpy.Event
+    arrival: simpy.Event
     at_main: bool = True
+    job: PrefillJob | None = None
+    pushes: bool = False
     transfer: Transfer | None = None
     kv_bytes: float = 0.0
 
@@ -125,49 +129,58 @@ class System:
         room = main.rows.take()
         if room is not None:
             yield room  # nothing is prefilled before main has room
-        if self.spec.link.rtt_s:
-            yield self.env.timeout(self.spec.link.rtt_s)  # main says what it holds
         prefill = self.prefill.route(request.prompt)
         relay = None if self.relay is None else self.relay.route(request.prompt)
-        run = self._decide(request, arrived_s, prefill, main, relay)
-        if run.decision.pipeline == "direct":
+        run = _Run(request, arrived_s, prefill, main, relay, *self._hits(request, prefill, main), self.env.event(), self.env.event())
+        # Main says what it holds, and decides by that; a relay that may be used says so sooner, and prefill starts with it.
+        steps = self.spec.overheads.reserve_steps
+        answer_s = self.spec.link.rtt_s + main.busy_s(steps)
+        early_s = answer_s
+        if relay is not None and self._forced != "direct" and not self._full(relay):
+            early_s = min(answer_s, relay.busy_s(steps))
+        if early_s:
+            yield self.env.timeout(early_s)
+        self._prefill(run)
+        if answer_s > early_s:
+            yield self.env.timeout(answer_s - early_s)
+        decision = self._decide(run)
+        if decision.pipeline == "direct":
+            self._push_ends(run)
             run.relay = None
         elif run.relay is not None:
             run.relay.held += 1
-        if run.decision.pipeline == "local" or (run.decision.pipeline == "relay" and self.spec.rule == "relay_to_end"):
+        if decision.pipeline == "local" or (decision.pipeline == "relay" and self.spec.rule == "relay_to_end"):
             self._leave_main(run)
-        prefilled, arrival = self.env.event(), self.env.event()
-        self.env.process(self._prefill_and_send(run, prefilled, arrival))
-        if run.relay is None:
-            yield from self._direct(run, arrival, ended)
         else:
-            yield from self._relayed(run, prefilled, arrival, ended)
+            self._send_to_main(run)
+        if run.relay is None:
+            yield from self._direct(run, decision, ended)
+        else:
+            yield from self._relayed(run, decision, ended)
         self.num_running -= 1
 
-    def _decide(
-        self,
-        request: Request,
-        arrived_s: float,
-        prefill: Worker,
-        main: Worker,
-        relay: Worker | None,
-    ) -> _Run:
+    def _hits(self, request: Request, prefill: Worker, main: Worker) -> tuple[int, int]:
+        """Tokens that main and prefill hold of the prompt."""
         need = request.prompt.num_tokens - 1
-        if request.hits is None:
-            prefill_hit = min(need, prefill.cache.hit_tokens(request.prompt.chain))
-            main_hit = min(need, main.cache.hit_tokens(request.prompt.chain))
-        else:
-            prefill_hit, main_hit = (min(need, hit) for hit in request.hits)
-        miss = need - prefill_hit
-        blind = self.spec.rule == "relay_to_end"  # it looks at the link alone, and lets requests wait for the relay
-        full = relay is not None and relay.held >= relay.spec.max_rows and not blind
-        alone_s = prefill.spec.cost.prefill(miss, prefill_hit, prefill.spec.step_tokens) / miss if miss else None
+        if request.hits is not None:
+            return min(need, request.hits[1]), min(need, request.hits[0])
+        return min(need, main.cache.hit_tokens(request.prompt.chain)), min(need, prefill.cache.hit_tokens(request.prompt.chain))
+
+    def _full(self, relay: Worker) -> bool:
+        return relay.held >= relay.spec.max_rows and self.spec.rule != "relay_to_end"  # that one lets requests wait for the relay
+
+    def _decide(self, run: _Run) -> PipelineDecision:
+        request, prefill, relay = run.request, run.prefill, run.relay
+        need = run.tokens
+        miss = need - run.prefill_hit
+        blind = self.spec.rule == "relay_to_end"  # it looks at the link alone
+        alone_s = prefill.spec.cost.prefill(miss, run.prefill_hit, prefill.spec.step_tokens) / miss if miss else None
         snapshot = PipelineSnapshot(
-            main_miss_tokens=need - main_hit,
+            main_miss_tokens=need - run.main_hit,
             kv_bytes_per_token=round(self.spec.kv_bytes_per_token),
             goodput_bytes_s=self._goodput_bytes_s,
             rtt_s=self.spec.link.rtt_s,
-            relay="none" if relay is None else "full" if full else "available",
+            relay="none" if relay is None else "full" if self._full(relay) else "available",
             relay_running=0 if relay is None or blind else relay.held,
             relay_capacity=0 if relay is None else relay.spec.max_rows,
             link=self._link_snapshot(),
@@ -180,8 +193,8 @@ class System:
         )
         decision = choose_pipeline(snapshot, self._forced, self.spec.policy)
         self._local.record(decision.pipeline == "local")
-        self.hits.observe(self.env.now, need, prefill_hit if need > main_hit else None, main_hit)
-        return _Run(request, arrived_s, prefill, main, relay, main_hit, prefill_hit, decision)
+        self.hits.observe(self.env.now, need, run.prefill_hit if need > run.main_hit else None, run.main_hit)
+        return decision
 
     def _link_snapshot(self) -> LinkSnapshot:
         """As the sending end measures it: what all transfers get together, one more of them included."""
@@ -193,40 +206,51 @@ class System:
             num_transfers=num,
         )
 
-    def _prefill_and_send(self, run: _Run, prefilled: simpy.Event, arrival: simpy.Event) -> Steps:
-        """``prefilled``: the prompt's KV is at prefill · ``arrival``: what main lacked of it is at main."""
+    def _prefill(self, run: _Run) -> None:
+        """``run.prefilled`` succeeds when the prompt's KV is at prefill. Callbacks, not a process: requests are many."""
+        if run.tokens == run.main_hit:
+            run.prefilled.succeed()
+            return
+        worker, miss, began_s = run.prefill, run.tokens - run.prefill_hit, self.env.now
+        worker.held += 1
+        run.pushes = run.relay is not None and self._forced != "direct"
+        self._num_pushes += run.pushes
+
+        def done() -> None:
+            self._push_ends(run)
+            worker.pace.observe(self.env.now - began_s, miss)
+            worker.held -= 1
+            worker.cache.put(run.request.prompt.chain)
+            run.prefilled.succeed()
+
+        # What a step computed goes when it has ended.
+        hit_s = self.spec.overheads.hit_s if run.prefill_hit else 0.0
+        job = worker.prefill.add(miss, run.prefill_hit, lambda tokens: self._send(run, min(tokens, job.behind - run.main_hit)), hit_s)
+        run.job = job
+        when(job.done, done)
+        if self._host is not None:
+            self._host.look()
+
+    def _push_ends(self, run: _Run) -> None:
+        self._num_pushes -= run.pushes
+        run.pushes = False
+
+    def _send_to_main(self, run: _Run) -> None:
+        """``run.arrival`` succeeds when what main lacked is at main: what prefill has goes at once, the rest as it is computed."""
         lacks = run.tokens - run.main_hit
         if lacks == 0:
-            arrival.succeed()
-            prefilled.succeed()
+            run.arrival.succeed()
             return
-        worker = run.prefill
-        miss = run.tokens - run.prefill_hit
-        worker.held += 1
-        began_s = self.env.now
-        if run.at_main:
-            run.kv_bytes = lacks * self.spec.kv_bytes_per_token
-            run.transfer = self.link.open(run.kv_bytes)
-            self._send(run, run.prefill_hit - run.main_hit)  # what prefill had already goes at once
-        pushes = run.relay is not None
-        self._num_pushes += pushes
-        # What a step computed goes when it has ended.
-        job = worker.prefill.add(miss, run.prefill_hit, lambda tokens: self._send(run, min(tokens, job.behind - run.main_hit)))
+        assert run.job is not None
+        run.kv_bytes = lacks * self.spec.kv_bytes_per_token
+        run.transfer = self.link.open(run.kv_bytes)
+        when(run.transfer.done, lambda: self._sent(run))
+        self._send(run, run.job.behind - run.main_hit)
+
+    def _sent(self, run: _Run) -> None:
         if self._host is not None:
             self._host.look()
-        yield job.done
-        self._num_pushes -= pushes
-        worker.pace.observe(self.env.now - began_s, miss)
-        worker.held -= 1
-        worker.cache.put(run.request.prompt.chain)
-        prefilled.succeed()
-        if run.transfer is None:
-            return
-        yield run.transfer.done
-        if self._host is not None:
-            self._host.look()
-        yield self.env.timeout(self.spec.link.rtt_s / 2 + self.spec.overheads.link_s)
-        arrival.succeed()
+        when(self.env.timeout(self.spec.link.rtt_s / 2 + self.spec.overheads.link_s), run.arrival.succeed)
 
     def _send(self, run: _Run, tokens: int) -> None:
         """Tokens of the prompt that main lacks and prefill has; none for those that main holds."""
@@ -235,37 +259,37 @@ class System:
             if self._host is not None:
                 self._host.look()
 
-    def _direct(self, run: _Run, arrival: simpy.Event, ended: Callable[[Outcome], None]) -> Steps:
-        yield arrival
-        job, first_step_s = run.main.decode(run.request.output_tokens, self._context(run))
+    def _direct(self, run: _Run, decision: PipelineDecision, ended: Callable[[Outcome], None]) -> Steps:
+        yield run.arrival
+        job, first_step_s = run.main.decode(run.request.output_tokens, self._context(run), self.spec.overheads.arrive_steps)
         first_s = self.env.now + first_step_s + self.spec.link.rtt_s / 2 + self.spec.overheads.main_s
         yield job.done
         self._keep_at_main(run)
         self._leave_main(run)
-        self._end(run, ended, first_s, run.main.step_s(run.tokens), 0, run.request.output_tokens, None)
+        self._end(run, decision, ended, first_s, run.main.step_s(run.tokens), 0, run.request.output_tokens, None)
 
-    def _relayed(self, run: _Run, prefilled: simpy.Event, arrival: simpy.Event, ended: Callable[[Outcome], None]) -> Steps:
+    def _relayed(self, run: _Run, decision: PipelineDecision, ended: Callable[[Outcome], None]) -> Steps:
         relay = run.relay
         assert relay is not None
         room = relay.rows.take()
         if room is not None:
             yield room
-        yield prefilled
+        yield run.prefilled
         last_tokens = min(run.prefill.spec.step_tokens, run.tokens - run.prefill_hit)  # what came before went while prefill computed
         yield self.env.timeout(last_tokens * self.spec.kv_bytes_per_token / self.spec.local_bytes_s)
-        job, first_step_s = relay.decode(run.request.output_tokens, self._context(run))
+        job, first_step_s = relay.decode(run.request.output_tokens, self._context(run), self.spec.overheads.arrive_steps)
         first_s = self.env.now + first_step_s + self.spec.overheads.relay_s
         gap_s = relay.step_s(run.tokens)
         if not run.at_main:
             yield job.done
         else:
-            yield either(self.env, job.done, arrival)
+            yield either(self.env, job.done, run.arrival)
         if not job.active:
             relay.rows.leave()
             relay.held -= 1
             if run.at_main:
-                self._ended_on_relay(run, arrival)
-            self._end(run, ended, first_s, gap_s, run.request.output_tokens, 0, None)
+                self._ended_on_relay(run)
+            self._end(run, decision, ended, first_s, gap_s, run.request.output_tokens, 0, None)
             return
         over = yield from self._handoff.hand_over(run.main, relay, job, run.request.output_tokens, self._context(run))
         relay.rows.leave()
@@ -277,9 +301,9 @@ class System:
             run.main.engine.cancel(over.main)
         self._keep_at_main(run)
         self._leave_main(run)
-        self._end(run, ended, first_s, over.gap_s, over.relayed, left, over.mode)
+        self._end(run, decision, ended, first_s, over.gap_s, over.relayed, left, over.mode)
 
-    def _ended_on_relay(self, run: _Run, arrival: simpy.Event) -> None:
+    def _ended_on_relay(self, run: _Run) -> None:
         """Main's KV has yet to come: it goes on for its prefix alone, or is stopped."""
         lacks = run.tokens - run.main_hit
         snapshot = CompletionSnapshot(
@@ -294,19 +318,19 @@ class System:
             begun=run.transfer is not None,
         )
         if choose_completion(snapshot, self.spec.policy.background).complete:
-            self.env.process(self._complete(run, arrival))
+            self.env.process(self._complete(run))
         else:
             if run.transfer is not None:
                 self.link.cancel(run.transfer)
             self._leave_main(run)
 
-    def _complete(self, run: _Run, arrival: simpy.Event) -> Steps:
+    def _complete(self, run: _Run) -> Steps:
         self._background += 1
         self._background_bytes += run.kv_bytes
-        yield either(self.env, arrival, self.env.timeout(self.spec.policy.background.deadline_s))
+        yield either(self.env, run.arrival, self.env.timeout(self.spec.policy.background.deadline_s))
         self._background -= 1
         self._background_bytes -= run.kv_bytes
-        if arrival.triggered:
+        if run.arrival.triggered:
             run.main.cache.put(run.request.prompt.chain)
         elif run.transfer is not None:
             self.link.cancel(run.transfer)
@@ -328,14 +352,22 @@ class System:
             run.at_main = False
 
     def _end(
-        self, run: _Run, ended: Callable[[Outcome], None], first_s: float, gap_s: float, relayed: int, main: int, handoff: str | None
+        self,
+        run: _Run,
+        decision: PipelineDecision,
+        ended: Callable[[Outcome], None],
+        first_s: float,
+        gap_s: float,
+        relayed: int,
+        main: int,
+        handoff: str | None,
     ) -> None:
         request = run.request
         self._lengths.observe(request.tenant, request.output_tokens, request.output_tokens >= request.max_tokens)
         ended(
             Outcome(
                 request=request,
-                decision=run.decision,
+                decision=decision,
                 handoff=handoff,
                 ttft_s=first_s - run.arrived_s,
                 e2e_s=max(self.env.now, first_s) - run.arrived_s,

@@ -47,10 +47,14 @@ class Worker:
     def _decode_pace(self, num_jobs: int, context_tokens: float) -> float:
         return self._speed / self.spec.cost.step(num_jobs, context_tokens)  # tokens per second of each row
 
-    def decode(self, tokens: int, context_tokens: float) -> tuple[Job, float]:
-        """A row from the next step on: its job, and the seconds to its first token."""
-        job = self.engine.add(tokens, context_tokens, whole=True)
+    def decode(self, tokens: int, context_tokens: float, arrive_steps: float = 1.0) -> tuple[Job, float]:
+        """A row, its first token after ``arrive_steps`` where others decode, else after one: its job, and the seconds to that token."""
+        job = self.engine.add(tokens, context_tokens, lead=arrive_steps - 1.0 if self.engine.num_jobs else 0.0)
         return job, self.engine.until(job, 1)
+
+    def busy_s(self, num_steps: float) -> float:
+        """What so many steps take of those that run now; nothing where none do."""
+        return num_steps * self.spec.cost.step(self.engine.num_jobs, self.engine.weight) / self._speed if self.engine.num_jobs else 0.0
 
     def step_s(self, more_context: float) -> float:
         """Of a decode step with one more row."""

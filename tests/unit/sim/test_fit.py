@@ -10,6 +10,7 @@ from pdd.bench.mix import SkewedMix, skewed
 from pdd.sim.against import Figures, errors, live_figures
 from pdd.sim.costs import EngineCost
 from pdd.sim.fit import (
+    BesideRun,
     DecodeRun,
     ExtendRun,
     LinkRun,
@@ -19,9 +20,11 @@ from pdd.sim.fit import (
     fit_beside,
     fit_decode,
     fit_extend,
+    fit_hit,
     fit_link_overhead,
     fit_prefill,
     fit_slowdown,
+    fit_waits,
 )
 from pdd.sim.run import simulate
 from pdd.sim.workload import Skewed
@@ -57,20 +60,34 @@ _PREFILL = EngineCost(0.03, 1e-3, 1e-7, 0.03, 0.0, 0.0, 1e-3)
 _MAIN = EngineCost(0.03, 1e-3, 1e-7, 0.04, 0.002, 1e-6, 1e-3)
 
 
+def _beside(times: float, reserve: float, arrive: float) -> BesideRun:
+    """Beside two rows of main: prefill takes ``times`` as long, main answers after ``reserve`` steps and samples after ``arrive``."""
+    step_s = _MAIN.step(2, 500)
+    short_s, long_s = (reserve * step_s + times * _PREFILL.prefill(tokens, 0, 256) for tokens in (32, 512))
+    return BesideRun("main", ("prefill", "main"), step_s, 32, short_s, 512, long_s, (arrive * step_s + 0.01, arrive * step_s + 0.01))
+
+
 def test_what_engines_do_to_each_other_is_the_median_of_what_was_measured() -> None:
-    alone_s, step_s = _PREFILL.prefill(512, 0, 256), _MAIN.step(2, 500)
+    step_s = _MAIN.step(2, 500)
     measured = Measured(
-        prefills_beside=[PrefillRun(512, alone_s * times, ("prefill", "main")) for times in (1.9, 2.0, 3.5)],
+        prefills_beside=[_beside(times, 1.5, 2.5) for times in (1.9, 2.0, 3.5)],
         decodes_beside=[DecodeRun("main", 2, 250, step_s * 1.2, ("prefill", "main"))],
         decodes=[
             DecodeRun("main", 2, 250, step_s, ("main",)),
             DecodeRun("main", 2, 250, step_s * 0.9, ("relay", "main")),  # never faster than alone
         ],
     )
-    found = fit_slowdown(measured, {"prefill": _PREFILL, "main": _MAIN}, 256)
+    costs = {"prefill": _PREFILL, "main": _MAIN}
+    found = fit_slowdown(measured, costs, 256)
     assert found[("prefill", "main")] == pytest.approx({"prefill": 2.0, "main": 1.2})
     assert found[("relay", "main")] == {"main": 1.0}
     assert ("main",) not in found
+    assert fit_waits(measured, costs, 256, {"main": 0.01}) == pytest.approx((1.5, 2.5))
+
+
+def test_what_a_known_beginning_costs_is_what_steps_do_not() -> None:
+    measured = Measured(hits=[PrefillRun(32, _PREFILL.prefill(32, known, 256) + 0.03, known) for known in (500, 1500)])
+    assert fit_hit(measured, _PREFILL, 256) == pytest.approx(0.03)
 
 
 def test_what_a_transfer_costs_is_found_again() -> None:

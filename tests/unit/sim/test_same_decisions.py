@@ -49,7 +49,7 @@ def _simulated(kv_bytes: int, hit: int, relay: bool, policy: PolicyConfig) -> tu
     [
         (100, 0, True, "auto"),  # next to nothing to send
         (1_000_000, 0, True, "auto"),  # four seconds of the link
-        (1_000_000, 18, True, "auto"),  # a token's KV
+        (100_000, 18, True, "auto"),  # a token's KV
         (1_000_000, 19, True, "auto"),  # nothing is missing
         (1_000_000, 0, False, "auto"),
         (1_000_000, 0, True, "direct"),

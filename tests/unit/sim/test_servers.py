@@ -134,21 +134,17 @@ def test_engines_of_one_host_slow_each_other_down_as_measured() -> None:
     assert servers["main"].got(main) == pytest.approx(5.6)
 
 
-def test_who_comes_during_a_step_begins_with_the_next() -> None:
+def test_who_leads_is_served_first() -> None:
     env = simpy.Environment()
     server = SharedServer(env, lambda n, _: 1.0)
-    first = server.add(3.0, whole=True)
+    first = server.add(3.0)
     env.run(until=0.25)
-    second = server.add(2.0, whole=True)
+    second = server.add(2.0, lead=1.5)
     assert server.got(second) == 0
-    assert server.until(second, 1) == pytest.approx(1.75)
+    assert server.until(second, 1) == pytest.approx(2.5)
     env.run(until=second.done)
-    assert env.now == pytest.approx(3.0)
+    assert env.now == pytest.approx(3.75)
     assert first.done.triggered
-    env.run(until=3.4)
-    third = server.add(1.0, whole=True)  # nobody is stepping: at once
-    env.run(until=third.done)
-    assert env.now == pytest.approx(4.4)
 
 
 @pytest.mark.parametrize("make", [FairLink, ShortestLink])
