@@ -17,7 +17,8 @@ SealCause = Literal["one_shot", "catch_up", "covered", "bounded"]
 @dataclass(frozen=True)
 class OverlapRules:
     """``max_tokens``: of the relay while main decodes too; then it is sealed if main's delay is at most ``max_gap_s``, a gap taken into the
-    bargain; beyond, the relay goes on, for the stall would be longer · ``pace``: a gap of up to so many times the relay's ITL is none.
+    bargain; beyond, the relay goes on, for the stall would be longer · ``pace``: a gap of up to so many times the relay's ITL is none, nor
+    is one of main's ITL, which is what follows.
     """
 
     max_tokens: int
@@ -34,7 +35,7 @@ class HandoffSnapshot:
 
     Of an overlap: ``overlap_tokens``: accepted from the relay since main decodes too, None before · ``main_delay_s``: from the
     acceptance of a token to main's proposal of the next, as measured on positions the relay was first with; None until main has proposed ·
-    ``cover_s``: for how long the reader is supplied with what is accepted · ``relay_itl_s``: its median, None until measured.
+    ``cover_s``: for how long the reader is supplied with what is accepted · ``relay_itl_s``, ``main_itl_s``: medians, None until measured.
     """
 
     log_tokens: int
@@ -48,6 +49,7 @@ class HandoffSnapshot:
     main_delay_s: float | None = None
     cover_s: float = 0.0
     relay_itl_s: float | None = None
+    main_itl_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -116,13 +118,19 @@ def next_action(mode: HandoffMode, catch_up_chunk: int, overlap: OverlapRules, s
     return SealRelay(mode)
 
 
+def unseen_gap_s(pace: float, relay_itl_s: float | None, main_itl_s: float | None) -> float:
+    """The gap that shows no handoff, and how far apart tokens go to the reader meanwhile: a little more than the relay's, or as main's
+    are. The slower main is, the fewer tokens both have to make.
+    """
+    return 0.0 if relay_itl_s is None else max(pace * relay_itl_s, main_itl_s or 0.0)
+
+
 def _next_in_overlap(rules: OverlapRules, snapshot: HandoffSnapshot, overlap_tokens: int) -> HandoffAction:
     if snapshot.log_tokens > snapshot.sent_tokens:
         return Overlap(snapshot.sent_tokens)
     if not snapshot.relay_proposes or snapshot.seal_sent or snapshot.main_delay_s is None:
         return Wait()
-    hidden_s = 0.0 if snapshot.relay_itl_s is None else rules.pace * snapshot.relay_itl_s
-    if snapshot.main_delay_s - snapshot.cover_s <= hidden_s:
+    if snapshot.main_delay_s - snapshot.cover_s <= unseen_gap_s(rules.pace, snapshot.relay_itl_s, snapshot.main_itl_s):
         return SealRelay("covered")
     if overlap_tokens >= rules.max_tokens and snapshot.main_delay_s <= rules.max_gap_s:
         return SealRelay("bounded")

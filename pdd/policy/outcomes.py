@@ -13,7 +13,8 @@ TransferEnd = Literal["none", "cut", "background", "stopped"]
 class DecisionRecord:
     """``*_s`` are seconds; None: not predicted, or did not happen. ``outcome``: "stop", "length", "cancelled" or an error code.
     ``kv_s``: from the start of prefill until main had its KV · ``ended_on``: who proposed the last token · ``transfer``: what became of
-    main's transfer · ``redecision``: why the pipeline was changed after all, empty if it was not.
+    main's transfer · ``redecision``: why the pipeline was changed after all, empty if it was not · ``handoff_predicted_gap_s``: of a
+    one-shot handoff · ``handoff_gap_s``: the largest that the reader had during the handoff.
     """
 
     request_id: str
@@ -40,6 +41,9 @@ class DecisionRecord:
     wan_kv_saved_bytes: int
     redecision: str
     fallbacks: int
+    handoff_reason: str = ""
+    handoff_predicted_gap_s: float | None = None
+    handoff_gap_s: float | None = None
 
     @property
     def kv_error_s(self) -> float | None:

@@ -71,4 +71,7 @@ def _record(request_id: str, timeline: TimelineRecorder, outcome: str, ttft_targ
         wan_kv_saved_bytes=timeline.wan_kv_saved_bytes,
         redecision=timeline.redecision,
         fallbacks=timeline.fallbacks,
+        handoff_reason=timeline.handoff_reason,
+        handoff_predicted_gap_s=timeline.handoff_predicted_gap_s,
+        handoff_gap_s=timeline.handoff_gap_s,
     )

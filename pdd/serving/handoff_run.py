@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from statistics import median
 
-from pdd.policy.handoff import Commit, HandoffSnapshot, IngestChunk, Overlap, OverlapRules, SealRelay, Wait, next_action
+from pdd.policy.handoff import Commit, HandoffSnapshot, IngestChunk, Overlap, OverlapRules, SealRelay, Wait, next_action, unseen_gap_s
 from pdd.policy.handoff_choice import HandoffChoiceRules, HandoffChoiceSnapshot, HandoffDecision, HandoffReason, choose_handoff
 from pdd.policy_config import PolicyConfig
 from pdd.serving.handoff_figures import HandoffFigures
@@ -61,6 +61,7 @@ class HandoffRun:
         self._behind_before: int | None = None
         self._race: OverlapRace | None = None
         self._race_end = ""
+        self._main_name: str | None = None
         self._reason: HandoffReason = "forced"
         self._seal_is_moot = False
         self._relay_gaps_s: deque[float] = deque(maxlen=32)
@@ -75,6 +76,7 @@ class HandoffRun:
 
     def advance(self, main: Holder, relay: Holder | None, log_ids: Sequence[int]) -> None:
         """Do what can be done now. Called after every event once main's prompt KV is complete."""
+        self._main_name = main.worker.name
         relay_proposes = relay is not None and not self.relay_sealed
         if relay_proposes and len(log_ids) < self._begin_at:
             return
@@ -221,14 +223,17 @@ class HandoffRun:
         self._delivery.catch_up()
 
     def _pace(self) -> None:
-        itl_s = self._relay_itl_s()
-        if itl_s is not None and self._overlap_rules.pace > 1 and not self.seal_sent:
-            self._delivery.slow_to(self._overlap_rules.pace * itl_s, self._max_cover_s)
+        interval_s = unseen_gap_s(self._overlap_rules.pace, self._relay_itl_s(), self._main_itl_s())
+        if interval_s > 0 and self._overlap_rules.pace > 1 and not self.seal_sent:
+            self._delivery.slow_to(interval_s, self._max_cover_s)
 
     def _relay_itl_s(self) -> float | None:
         if len(self._relay_gaps_s) >= _OWN_GAPS:
             return median(self._relay_gaps_s)
         return None if self._last_token is None else self._figures.itl_s(self._last_token[0].worker.name)
+
+    def _main_itl_s(self) -> float | None:
+        return None if self._main_name is None else self._figures.itl_s(self._main_name)
 
     def _snapshot(self, relay_proposes: bool, log_tokens: int) -> HandoffSnapshot:
         race = self._race
@@ -244,6 +249,7 @@ class HandoffRun:
             main_delay_s=None if race is None else race.delay_s(self._clock()),
             cover_s=self._delivery.cover_s,
             relay_itl_s=self._relay_itl_s(),
+            main_itl_s=self._main_itl_s(),
         )
 
     def _choice_snapshot(self, main: Holder, relay: Holder | None, log_tokens: int) -> HandoffChoiceSnapshot:
@@ -255,7 +261,7 @@ class HandoffRun:
             rtt_s=main.worker.rtt_s,
             extend_s_per_token=self._figures.extend_s_per_token(main.worker.name),
             relay_itl_s=self._relay_itl_s(),
-            main_itl_s=self._figures.itl_s(main.worker.name),
+            main_itl_s=self._main_itl_s(),
         )
 
 

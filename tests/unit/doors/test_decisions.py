@@ -40,6 +40,9 @@ RECORD = DecisionRecord(
     wan_kv_saved_bytes=0,
     redecision="",
     fallbacks=0,
+    handoff_reason="backlog: more than 64 tokens are to be caught up with first",
+    handoff_predicted_gap_s=0.4,
+    handoff_gap_s=0.05,
 )
 
 
