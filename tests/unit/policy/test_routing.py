@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import tracemalloc
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -117,3 +119,17 @@ def test_the_memory_is_bounded_and_forgets_ends_of_old_prompts_first() -> None:
     assert memory.known(new) == {"b": 16}
     assert memory.known(old) == {"a": 8}
     assert len(fingerprints("", range(MAX_CHUNKS + 9), 1)) == MAX_CHUNKS
+
+
+def test_what_is_remembered_costs_little_memory() -> None:
+    memory = PrefixMemory(32, 10_000)
+    tracemalloc.start()
+    try:
+        for number in range(500):
+            prints = tuple(hashlib.blake2b(f"{number} {chunk}".encode(), digest_size=8).digest() for chunk in range(10))
+            for worker in ("prefill-0", "relay-0", "main-0"):
+                memory.sent(prints, worker)
+        assert len(memory) == 5000
+        assert tracemalloc.get_traced_memory()[0] / len(memory) < 200
+    finally:
+        tracemalloc.stop()
