@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import tracemalloc
+
 from hypothesis import given
 from hypothesis import strategies as st
 
