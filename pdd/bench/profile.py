@@ -24,8 +24,10 @@ from pdd.sim.fit import (
     Measured,
     first_overhead,
     fit_beside,
+    fit_busy_link,
     fit_decode,
     fit_extend,
+    fit_far,
     fit_hit,
     fit_link_overhead,
     fit_prefill,
@@ -75,6 +77,10 @@ def sim_config(config: LaunchConfig, link: EmulatedLink, kv_bytes_per_token: int
     firsts = {"main": overheads["main_s"], "relay": overheads.get("relay_s", 0.0)}
     overheads["reserve_steps"], overheads["arrive_steps"] = fit_waits(measured, costs, step_tokens, firsts)
     slowdown = fit_slowdown(measured, costs, step_tokens)
+    beside = fit_beside(measured, costs, step_tokens, rtt_s)
+    beside_main = slowdown["prefill", "main"]["prefill"]
+    beside["far"] = fit_far(measured, costs, step_tokens, beside_main, overheads["reserve_steps"])
+    overheads["link_busy_s"] = fit_busy_link(measured, main_s, overheads["arrive_steps"], rtt_s, rate_bytes_s)
     return {
         "kv_bytes_per_token": kv_bytes_per_token,
         **{role: _role(found[0], len(found), costs[role]) for role, found in workers.items()},
@@ -85,10 +91,7 @@ def sim_config(config: LaunchConfig, link: EmulatedLink, kv_bytes_per_token: int
             "slowdown": [
                 {"busy": list(busy), "times": {role: _short(one) for role, one in times.items()}} for busy, times in slowdown.items()
             ],
-            "beside": {
-                name: {role: _short(one) for role, one in times.items()}
-                for name, times in fit_beside(measured, costs, step_tokens, rtt_s).items()
-            },
+            "beside": {name: {role: _short(one) for role, one in times.items()} for name, times in beside.items()},
         },
         "overheads": {name: _short(value) for name, value in overheads.items()},
     }

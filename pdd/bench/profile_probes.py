@@ -13,17 +13,19 @@ import numpy as np
 
 from pdd.bench.modes import Mode
 from pdd.bench.serve.client import Record, Target, send
-from pdd.sim.fit import BesideRun, DecodeRun, ExtendRun, LinkRun, Measured, PrefillRun
+from pdd.sim.fit import BesideRun, DecodeRun, ExtendRun, FarRun, LinkRun, Measured, PrefillRun
 
 _PROMPTS = (33, 129, 257, 513, 1025)  # KV of all tokens but the last is computed
 _LINK_PROMPTS = (129, 1025)
 _BESIDE_PROMPT = 513
 _KNOWN = (500, 1500)  # tokens that caches hold of a prompt of 33 more
 _DECODES = ((1, 250), (4, 250), (8, 250), (4, 1100))  # rows, context
+_FAR_ROWS = (2, 4)  # at main, whose tokens cross the link
 _BOTH_ROWS = (1, 2, 4)  # at relay and at main
 _EXTENDS = (8, 136)  # log tokens that main is given at once
 _ROUNDS = 2
 _WATCH_S = 1.5
+_HELD_BY: Mapping[str, Mode] = {"relay": "pdd", "main": "same_site", "far": "cross_site"}
 _SETTLE_S = 0.4
 _ENDLESS = 2000
 _FIRST_PIECES = 3
@@ -31,7 +33,7 @@ _FIRST_PIECES = 3
 
 @dataclass(frozen=True)
 class _Row:
-    """A request that decodes until the probe is over. ``role``: where."""
+    """A request that decodes until the probe is over. ``role``: where; "far": at main, over the link."""
 
     role: str
     record: Record
@@ -72,6 +74,11 @@ class Prober:
                 async with self._decoding(["relay", "main"] * rows, _DECODES[0][1]) as held:
                     for _ in range(_ROUNDS):
                         await self._beside(found, held, _DECODES[0][1])
+        for rows in _FAR_ROWS:
+            told(f"{rows} rows at main, over the link")
+            async with self._decoding(["far"] * rows, _DECODES[0][1]) as held:
+                for _ in range(_ROUNDS):
+                    await self._far(found, held, _DECODES[0][1])
         told("main beside a transfer")
         async with self._decoding(["main"], _DECODES[0][1]) as held:
             probe = await self._ask("cross_site", _LINK_PROMPTS[-1], 2)
@@ -118,6 +125,17 @@ class Prober:
         found.prefills_beside.append(BesideRun(role, ("prefill", *roles), alone[-1].seconds, *sizes, firsts_s))
         found.decodes_beside += self._steps(held, context, long.start_s, long.start_s + done_s[1], ("prefill", *roles))
 
+    async def _far(self, found: Measured, held: Sequence[_Row], context: int) -> None:
+        began = time.perf_counter()
+        await asyncio.sleep(_WATCH_S)
+        (alone,) = self._steps(held, context, began, time.perf_counter(), ("main",))
+        probe = await self._ask("same_site", _BESIDE_PROMPT, 2, pipeline="direct")
+        prefill_s = _time(probe, "prefill_done_s")
+        record = await self._ask("cross_site", _PROMPTS[0], 2, pipeline="direct")
+        stored, coded = (int(record.timeline[key] or 0) for key in ("wan_kv_bytes", "wan_kv_wire_bytes"))
+        link = LinkRun(_PROMPTS[0] - 1, _time(record, "prefill_done_s"), record.ttft_s, stored, coded)
+        found.far.append(FarRun(alone.rows, alone.context, alone.seconds, PrefillRun(_BESIDE_PROMPT - 1, prefill_s), link))
+
     def _steps(self, held: Sequence[_Row], context: int, from_s: float, to_s: float, busy: tuple[str, ...]) -> list[DecodeRun]:
         """What a step took each role meanwhile."""
         found = []
@@ -134,7 +152,7 @@ class Prober:
         held: list[_Row] = []
         try:
             for role in roles:
-                mode: Mode = "pdd" if role == "relay" else "same_site"
+                mode: Mode = _HELD_BY[role]
                 record = Record("row", len(held), time.perf_counter(), context)
                 body = self._body(prompt, _ENDLESS, salt, {"pipeline": "local" if role == "relay" else "direct"})
                 held.append(_Row(role, record, asyncio.create_task(send(self._http, self._targets[mode], record, body))))

@@ -69,7 +69,7 @@ class SimHost(StrictModel):
     """See :class:`pdd.sim.spec.HostSpec`."""
 
     slowdown: tuple[SimBusy, ...]
-    beside: dict[Literal["link", "push"], dict[Role, Annotated[float, Field(ge=0.1)]]] = Field(default_factory=dict)
+    beside: dict[Literal["link", "push", "far"], dict[Role, Annotated[float, Field(ge=0.1)]]] = Field(default_factory=dict)
 
     def spec(self) -> HostSpec:
         slowdown = {frozenset[str](one.busy): {str(role): times for role, times in one.times.items()} for one in self.slowdown}
@@ -82,6 +82,7 @@ class SimOverheads(StrictModel):
     main_s: Annotated[float, Field(ge=0)] = 0.0
     relay_s: Annotated[float, Field(ge=0)] = 0.0
     link_s: Annotated[float, Field(ge=0)] = 0.0
+    link_busy_s: Annotated[float, Field(ge=0)] = 0.0
     hit_s: Annotated[float, Field(ge=0)] = 0.0
     reserve_steps: Annotated[float, Field(ge=0)] = Overheads.reserve_steps
     arrive_steps: Annotated[float, Field(ge=1)] = Overheads.arrive_steps

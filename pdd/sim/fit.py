@@ -63,6 +63,19 @@ class LinkRun:
 
 
 @dataclass(frozen=True)
+class FarRun:
+    """While ``rows`` rows of ``context`` tokens decoded at main and their tokens crossed the link: ``step_s`` of them, a prompt within one
+    site, and one over the link.
+    """
+
+    rows: int
+    context: int
+    step_s: float
+    prefill: PrefillRun
+    link: LinkRun
+
+
+@dataclass(frozen=True)
 class ExtendRun:
     """``seconds`` from the seal of a relay to main's first token, ``tokens`` of log in between."""
 
@@ -75,7 +88,7 @@ class Measured:
     """``prefills``, ``main_firsts_s``: of requests alone within one site, the latter from the end of prefill to the first token ·
     ``hits``: of prompts that caches knew in part · ``pushes``, ``relay_firsts_s``: alone with a relay · ``links``: over the link ·
     ``decodes``: of rows without prefill · ``prefills_beside``, ``decodes_beside``: of both at once · ``beside_link``: of rows while the
-    link is busy.
+    link is busy · ``far``: of rows whose tokens cross it.
     """
 
     prefills: list[PrefillRun] = field(default_factory=list)
@@ -89,6 +102,7 @@ class Measured:
     prefills_beside: list[BesideRun] = field(default_factory=list)
     decodes_beside: list[DecodeRun] = field(default_factory=list)
     beside_link: list[DecodeRun] = field(default_factory=list)
+    far: list[FarRun] = field(default_factory=list)
 
 
 def fit_prefill(runs: Sequence[PrefillRun], step_tokens: int) -> tuple[float, float, float]:
@@ -172,6 +186,27 @@ def fit_beside(measured: Measured, costs: dict[str, EngineCost], step_tokens: in
         pushed = [seconds / cost.prefill(run.tokens, 0, step_tokens) for run, seconds in zip(measured.pushes, pushes, strict=True)]
         found["push"] = {"prefill": max(1.0, median(pushed))}
     return found
+
+
+def fit_far(
+    measured: Measured, costs: dict[str, EngineCost], step_tokens: int, beside_main: float, reserve_steps: float
+) -> dict[str, float]:
+    """How many times longer roles take where main's tokens cross the link. ``beside_main``: what main's rows alone do to prefill."""
+    main = [run.step_s / costs["main"].step(run.rows, run.rows * run.context) for run in measured.far]
+    prefill = [
+        (run.prefill.seconds - reserve_steps * run.step_s) / (beside_main * costs["prefill"].prefill(run.prefill.tokens, 0, step_tokens))
+        for run in measured.far
+    ]
+    return {"prefill": max(1.0, median(prefill)), "main": max(1.0, median(main))}
+
+
+def fit_busy_link(measured: Measured, main_s: float, arrive_steps: float, rtt_s: float, rate_bytes_s: float) -> float:
+    """Seconds of a transfer to a main that decodes, beside its bytes, round trips and steps."""
+    over = [
+        run.link.first_s - run.link.prefill_s - run.link.coded_bytes / rate_bytes_s - rtt_s - main_s - arrive_steps * run.step_s
+        for run in measured.far
+    ]
+    return max(0.0, median(over))
 
 
 def fit_link_overhead(

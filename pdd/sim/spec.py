@@ -44,8 +44,8 @@ class LinkSpec:
 @dataclass(frozen=True)
 class HostSpec:
     """One machine that all workers share. ``slowdown``: the roles whose engines are busy -> how many times longer than alone each of them
-    takes · ``beside``: a transfer over the "link", or a "push" of prefill's KV to a relay -> how many times longer each role takes
-    meanwhile.
+    takes · ``beside``: a transfer over the "link", a "push" of prefill's KV to a relay, rows of main whose tokens cross the link
+    ("far") -> how many times longer each role takes meanwhile.
     """
 
     slowdown: Mapping[frozenset[str], Mapping[str, float]]
@@ -55,14 +55,15 @@ class HostSpec:
 @dataclass(frozen=True)
 class Overheads:
     """What a request takes beside its steps, round trips and bytes, seconds. ``main_s``, ``relay_s``: until its first token is at the
-    client, by the worker that makes it · ``link_s``: of a transfer over the link · ``hit_s``: of prefill, for a prompt
-    that caches know in part. In steps of a decode worker that is busy, which takes
-    commands between them: ``reserve_steps`` until it has said what it holds, ``arrive_steps`` from the arrival of KV to the first token.
+    client, by the worker that makes it · ``link_s``: of a transfer over the link, ``link_busy_s``: to a main that decodes · ``hit_s``: of
+    prefill, for a prompt that caches know in part. In steps of a decode worker that is busy, which takes commands between them:
+    ``reserve_steps`` until it has said what it holds, ``arrive_steps`` from the arrival of KV to the first token.
     """
 
     main_s: float = 0.0
     relay_s: float = 0.0
     link_s: float = 0.0
+    link_busy_s: float = 0.0
     hit_s: float = 0.0
     reserve_steps: float = 1.5
     arrive_steps: float = 2.5
@@ -98,9 +99,10 @@ Mode = Literal["same_site", "cross_site", "pdd"]
 
 def modes(spec: SystemSpec) -> dict[Mode, SystemSpec]:
     """The three that are compared: main reached within one site and without relay, over the link without relay, and as ``spec`` says."""
+    at_home = replace(spec.overheads, link_s=0.0, link_busy_s=0.0)
     near = replace(spec.link, rate_bytes_s=spec.local_bytes_s, rtt_s=0.0, flow_bytes_s=None, coded_share=1.0)
     return {
-        "same_site": replace(spec, rule="direct", relay=None, link=near),
+        "same_site": replace(spec, rule="direct", relay=None, link=near, overheads=at_home),
         "cross_site": replace(spec, rule="direct", relay=None),
         "pdd": spec,
     }

@@ -96,6 +96,7 @@ class System:
         if host is not None:
             host.watch("link", lambda: self.link.busy)
             host.watch("push", lambda: self._num_pushes > 0)
+            host.watch("far", lambda: spec.link.rtt_s > 0 and any(worker.engine.num_jobs for worker in self.main.workers))
         policy = spec.policy
         lengths = policy.lengths
         self._lengths = LengthEstimator(lengths.quantile, lengths.min_samples, lengths.half_life, lengths.max_tenants)
@@ -250,7 +251,9 @@ class System:
     def _sent(self, run: _Run) -> None:
         if self._host is not None:
             self._host.look()
-        when(self.env.timeout(self.spec.link.rtt_s / 2 + self.spec.overheads.link_s), run.arrival.succeed)
+        overheads = self.spec.overheads
+        link_s = overheads.link_busy_s if run.main.engine.num_jobs else overheads.link_s
+        when(self.env.timeout(self.spec.link.rtt_s / 2 + link_s), run.arrival.succeed)
 
     def _send(self, run: _Run, tokens: int) -> None:
         """Tokens of the prompt that main lacks and prefill has; none for those that main holds."""

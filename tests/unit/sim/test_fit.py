@@ -13,13 +13,16 @@ from pdd.sim.fit import (
     BesideRun,
     DecodeRun,
     ExtendRun,
+    FarRun,
     LinkRun,
     Measured,
     PrefillRun,
     first_overhead,
     fit_beside,
+    fit_busy_link,
     fit_decode,
     fit_extend,
+    fit_far,
     fit_hit,
     fit_link_overhead,
     fit_prefill,
@@ -83,6 +86,17 @@ def test_what_engines_do_to_each_other_is_the_median_of_what_was_measured() -> N
     assert found[("relay", "main")] == {"main": 1.0}
     assert ("main",) not in found
     assert fit_waits(measured, costs, 256, {"main": 0.01}) == pytest.approx((1.5, 2.5))
+
+
+def test_what_tokens_over_the_link_cost_is_found_again() -> None:
+    """1.1 times main's steps, 1.2 times prefill's beside main, which alone make it 1.8; 0.04 s of a transfer beside all else."""
+    step_s = 1.1 * _MAIN.step(4, 1000)
+    prefill = PrefillRun(512, 1.5 * step_s + 1.8 * 1.2 * _PREFILL.prefill(512, 0, 256))
+    link = LinkRun(32, 0.2, 0.2 + 0.1 + 0.03 + 0.01 + 2.5 * step_s + 0.04, 1_000_000, 500_000)
+    measured = Measured(far=[FarRun(4, 250, step_s, prefill, link)])
+    costs = {"prefill": _PREFILL, "main": _MAIN}
+    assert fit_far(measured, costs, 256, 1.8, 1.5) == pytest.approx({"prefill": 1.2, "main": 1.1})
+    assert fit_busy_link(measured, 0.01, 2.5, 0.03, 5e6) == pytest.approx(0.04)
 
 
 def test_what_a_known_beginning_costs_is_what_steps_do_not() -> None:
