@@ -11,6 +11,13 @@ from pddbridge.kv_spec import HeadRange, KVSpec, LayerRange, TokenRange
 
 # Group, plane, and absolute ranges: what one frame covers.
 Rectangle = tuple[int, int, LayerRange, TokenRange, HeadRange]
+# The same in integers: group, plane, start and stop of layers, tokens and heads.
+Cells = tuple[int, int, int, int, int, int, int, int]
+
+
+def rectangle_of(cells: Cells) -> Rectangle:
+    group, plane, l0, l1, t0, t1, h0, h1 = cells
+    return group, plane, LayerRange(l0, l1), TokenRange(t0, t1), HeadRange(h0, h1)
 
 
 class Coverage:

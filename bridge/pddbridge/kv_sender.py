@@ -220,7 +220,8 @@ class Sender:
 
     def encoded(self, sequence: int, wire_bytes: int) -> None:
         """Frame ``sequence``, in flight, goes out with a payload of ``wire_bytes``."""
-        if (due := self._in_flight.get(sequence)) is not None:
+        due = self._in_flight.get(sequence)
+        if due is not None and wire_bytes != (due.block.values.nbytes if due.wire_bytes is None else due.wire_bytes):
             self._in_flight[sequence] = replace(due, wire_bytes=wire_bytes)
 
     def acked(self, sequence: int) -> int:

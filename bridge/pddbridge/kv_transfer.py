@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Literal
 
-from pddbridge.kv_coverage import Coverage, Rectangle
+from pddbridge.codecs import CodecId
+from pddbridge.kv_coverage import Cells, Coverage, Rectangle, rectangle_of
 from pddbridge.kv_spec import KVSpec, TokenRange
 from pddbridge.kv_wire import FrameHeader
 
@@ -49,6 +50,8 @@ class TransferReport:
 
 def stored_bytes(spec: KVSpec, header: FrameHeader) -> int:
     """Of the KV that a checked frame carries, however it is coded."""
+    if header.codec is CodecId.RAW:
+        return header.payload_bytes
     plane = spec.groups[header.group].planes[header.plane]
     num_vectors = len(header.layers) * len(header.tokens) * len(header.heads)
     return num_vectors * plane.head_dim * spec.np_dtype_of(plane).itemsize
@@ -94,8 +97,9 @@ class Receiver:
         self.state = ReceiverState.RESERVED
         self._spec = spec
         self._coverage: Coverage | None = Coverage(spec, tokens)
-        self._writing: dict[Rectangle, int] = {}
-        self._placed: dict[Rectangle, int] = {}
+        # Their payloads' checksums.
+        self._writing: dict[Cells, int] = {}
+        self._placed: dict[Cells, int] = {}
         self._was_complete = False
         self._bytes = 0
         self._wire_bytes = 0
@@ -118,14 +122,14 @@ class Receiver:
 
     def inspect(self, header: FrameHeader) -> Admission:
         """What ``begin`` would say now, without any effect. Raises FrameError."""
-        rectangle = header.rectangle
-        if self.state not in _TAKES_FRAMES and not (self._was_complete and rectangle in self._placed):
+        cells, rectangle = header.cells, header.rectangle
+        if self.state not in _TAKES_FRAMES and not (self._was_complete and cells in self._placed):
             return Admission.DEAD
-        known_crc = self._placed.get(rectangle, self._writing.get(rectangle))
+        known_crc = self._placed.get(cells, self._writing.get(cells))
         if known_crc is not None:
             if known_crc != header.payload_crc:
                 raise FrameError(f"{rectangle} came before with other bytes")
-            return Admission.WAIT if rectangle in self._writing else Admission.AGAIN
+            return Admission.WAIT if cells in self._writing else Admission.AGAIN
         if self._coverage is None:
             raise FrameError(f"{rectangle} overlaps the complete {self.tokens}")
         group, plane, layers, tokens, heads = rectangle
@@ -135,13 +139,24 @@ class Receiver:
             raise FrameError(f"{rectangle} overlaps what came before")
         return Admission.PLACE
 
+    def wants(self, header: FrameHeader) -> bool:
+        """Whether ``begin`` would say PLACE, unless some cell of the frame came in another one: only ``begin`` looks at every cell."""
+        if self.state not in _TAKES_FRAMES or self._coverage is None or header.cells in self._placed or header.cells in self._writing:
+            return False
+        return self._coverage.contains(header.group, header.plane, header.tokens, header.heads)
+
+    def has(self, header: FrameHeader) -> bool:
+        """Whether the frame is there, in pages that are the transfer's."""
+        alive = self.state in _TAKES_FRAMES or self._was_complete
+        return alive and self._placed.get(header.cells) == header.payload_crc
+
     def placed_rectangles(self) -> list[Rectangle] | None:
         """What was placed, as few disjoint rectangles: what a sender need not send again. None if the transfer takes no frames."""
         if self.state not in _TAKES_FRAMES and not self._was_complete:
             return None
         there = Coverage(self._spec, self.tokens)
-        for rectangle in self._placed:
-            there.mark(*rectangle)
+        for cells in self._placed:
+            there.mark(*rectangle_of(cells))
         return list(there.taken())
 
     def begin(self, header: FrameHeader) -> Admission:
@@ -150,15 +165,15 @@ class Receiver:
         if admission is Admission.PLACE:
             assert self._coverage is not None
             self._coverage.take(*header.rectangle)
-            self._writing[header.rectangle] = header.payload_crc
+            self._writing[header.cells] = header.payload_crc
         elif admission in (Admission.AGAIN, Admission.WAIT):
             self._num_repeated += 1
         return admission
 
     def placed(self, header: FrameHeader) -> None:
         """A writer finished. The last one makes a receiving transfer complete, a fenced one drained."""
-        crc = self._writing.pop(header.rectangle)
-        self._placed[header.rectangle] = crc
+        crc = self._writing.pop(header.cells)
+        self._placed[header.cells] = crc
         self._bytes += stored_bytes(self._spec, header)
         self._wire_bytes += header.payload_bytes
         if self.state is ReceiverState.RECEIVING:
@@ -171,7 +186,7 @@ class Receiver:
 
     def place_failed(self, header: FrameHeader) -> None:
         """A writer gave up, its pages are in an unknown state: the transfer is fenced."""
-        del self._writing[header.rectangle]
+        del self._writing[header.cells]
         self.fence()
 
     def adopt(self) -> None:

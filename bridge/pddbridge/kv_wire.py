@@ -11,6 +11,7 @@ import struct
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -19,6 +20,7 @@ from crc32c import crc32c
 from pddbridge.codecs import CODECS, CodecError, CodecId, encode_frame
 from pddbridge.engine import KVBlock
 from pddbridge.kv_block import check_block, locate_plane
+from pddbridge.kv_coverage import Cells
 from pddbridge.kv_spec import HeadRange, KVGroup, KVPlane, KVSpec, LayerRange, TokenRange
 
 MAGIC: Final = b"PDDK"
@@ -113,6 +115,12 @@ class FrameHeader:
     def rectangle(self) -> tuple[int, int, LayerRange, TokenRange, HeadRange]:
         """What the frame covers: two frames of a transfer with the same rectangle carry the same KV."""
         return self.group, self.plane, self.layers, self.tokens, self.heads
+
+    @cached_property
+    def cells(self) -> Cells:
+        """``rectangle`` in integers, which are looked up in no time."""
+        layers, tokens, heads = self.layers, self.tokens, self.heads
+        return self.group, self.plane, layers.start, layers.stop, tokens.start, tokens.stop, heads.start, heads.stop
 
 
 @dataclass(frozen=True)
@@ -225,9 +233,10 @@ def decode_frame_header(
     want = (l1 - l0) * (t1 - t0) * (h1 - h0) * plane.head_dim * spec.np_dtype_of(plane).itemsize
     if want > max_bytes:
         raise WireError(WireFault.SIZE, f"values of {want} bytes, at most {max_bytes} are allowed")
-    bounds = CODECS[CodecId(codec)].size_bounds((l1 - l0, t1 - t0, h1 - h0, plane.head_dim), spec.np_dtype_of(plane))
-    if size not in bounds:
-        raise WireError(WireFault.SIZE, f"payload of {size} bytes, ranges and codec say {bounds.smallest} to {bounds.largest}")
+    if codec != CodecId.RAW or size != want:
+        bounds = CODECS[CodecId(codec)].size_bounds((l1 - l0, t1 - t0, h1 - h0, plane.head_dim), spec.np_dtype_of(plane))
+        if size not in bounds:
+            raise WireError(WireFault.SIZE, f"payload of {size} bytes, ranges and codec say {bounds.smallest} to {bounds.largest}")
     ranges = (LayerRange(l0, l1), TokenRange(t0, t1), HeadRange(h0, h1))
     return FrameHeader(transfer_id, epoch, sequence, group_index, plane_index, *ranges, CodecId(codec), negotiated, crc, size)
 

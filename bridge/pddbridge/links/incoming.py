@@ -66,12 +66,7 @@ class IncomingTransfers:
     def wants(self, header: FrameHeader) -> bool:
         """Whether the payload is worth an allocation; if not, ``accept`` needs none of it."""
         receiver = self._find(header.transfer_id, header.epoch)
-        if not isinstance(receiver, Receiver):
-            return False
-        try:
-            return receiver.inspect(header) is Admission.PLACE
-        except FrameError:
-            return False
+        return isinstance(receiver, Receiver) and receiver.wants(header)
 
     async def accept(self, header: FrameHeader, block: KVBlock | None) -> Reply:
         """As ``receive``, for those who wait. Cancelling the call does not stop the write that it started."""
@@ -97,7 +92,7 @@ class IncomingTransfers:
             return answer(self._refuse(receiver, header, error))
         if admission is Admission.DEAD or (block is None and admission is Admission.PLACE):
             return answer(self._drop(header, NackReason.FENCED if admission is Admission.DEAD else NackReason.UNKNOWN))
-        writer_key = (header.transfer_id, header.rectangle)
+        writer_key = (header.transfer_id, header.cells)
         if admission is Admission.PLACE and block is not None:
             writer = asyncio.get_running_loop().create_task(_as_coroutine(self._place(header.transfer_id, block)))
             self._writers[writer_key] = writer
@@ -147,7 +142,7 @@ class IncomingTransfers:
         reason: NackReason | None = None
         if writer is not None and (writer.cancelled() or writer.exception() is not None):
             reason = NackReason.FAILED
-        elif receiver.inspect(header) is not Admission.AGAIN:
+        elif not receiver.has(header):
             reason = NackReason.FENCED
         return Reply(header.transfer_id, header.epoch, header.sequence, reason)
 
@@ -165,7 +160,7 @@ class IncomingTransfers:
 
     def _written(self, receiver: Receiver, header: FrameHeader, writer: asyncio.Task[None]) -> None:
         """A ``place`` ended."""
-        del self._writers[(header.transfer_id, header.rectangle)]
+        del self._writers[(header.transfer_id, header.cells)]
         error = asyncio.CancelledError("place was cancelled") if writer.cancelled() else writer.exception()
         if error is not None:
             log.error("transfer %d: placing frame %d failed", header.transfer_id, header.sequence, exc_info=error)
