@@ -1,18 +1,23 @@
 """Goodput of the links between two processes of one host, taken in turns in one run, as ratios to TCP on loopback.
 
-python benchmarks/links_in_site.py [--json FILE] [--rounds N] [--links tcp,shm,nixl] [--skip-alone] [--skip-pages]
+python benchmarks/links_in_site.py [--json FILE] [--rounds N] [--links tcp,shm,nixl] [--what link,made,pages]
 
-Two things are measured. *link*: blocks that are there, in wire order, to a receiver that drops them; over shared memory a copy into a slot.
-*pages*: the whole way from one engine's pages to another's, as two workers do it: a thread that reads pages in pieces of 8 MiB into wire
-order, the link, a thread that places what comes into pages of another layout. Over shared memory twice: ``shm`` with blocks made in slots
-that the link lends, ``shm_copied`` with blocks made elsewhere, which it copies. Prints one row each: median and spread of GB/s, CPU seconds
-of both processes per GB, and the ratio of medians to TCP's.
+Counted are seconds from opening a transfer of 268 MB until all of it is acknowledged, in three ways:
+
+*link*: blocks that are there, in wire order, 4 MiB each and still in the cache, to a receiver that drops them. Shared memory copies them
+into slots: ``shm_copied``. *made*: a thread makes the blocks, 8 MiB at once, by a plain copy of bytes that are in the cache, in memory that
+the link lends (``shm``) or in memory of its own that was there (``tcp``); the receiver drops them. *pages*: the whole way from one
+engine's pages to another's, as two workers do it: a thread that reads pages in pieces of 8 MiB into wire order, the link, a thread that
+places what comes into pages of another layout. Over shared memory twice: ``shm`` with blocks made in slots that the link lends,
+``shm_copied`` with blocks made elsewhere, which it copies. Prints one row each: median and spread of GB/s, CPU seconds of both processes
+per GB, and the ratio of medians to TCP's of the same way.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import multiprocessing
 import secrets
@@ -53,8 +58,13 @@ SENDER: Final = Handshake(1, "benchmark", SPEC, 11, "sender")
 WARM_UP_ROUNDS: Final = 1
 TARGET: Final = 4.0
 COPIED: Final = "shm_copied"
+AIMED_AT: Final = (("link", COPIED), ("made", "shm"), ("pages", "shm"))
 
+# ``(transfer, acked_bytes)``: pushes all of it.
+Feed = Callable[[OutgoingTransfer, Callable[[], int]], None]
 Results = dict[tuple[str, str], list[tuple[float, float]]]
+# Blocks of a token range, made in the arrays that are given, one per plane, or elsewhere.
+Make = Callable[[TokenRange, "tuple[np.ndarray, ...] | None"], tuple[KVBlock, ...]]
 
 
 def pages_of(layout: KVLayout) -> KVPool:
@@ -110,8 +120,8 @@ async def _serve(pipe: Connection, epoch: int, num_transfers: int, first_placed:
     await server.close()
 
 
-def _receiver(pipe: Connection, *arguments: int) -> None:
-    asyncio.run(_serve(pipe, *arguments[:3], with_nixl=bool(arguments[3])))
+def _receiver(pipe: Connection, epoch: int, num_transfers: int, first_placed: int, with_nixl: bool) -> None:
+    asyncio.run(_serve(pipe, epoch, num_transfers, first_placed, with_nixl))
 
 
 class _Links:
@@ -137,7 +147,7 @@ class _Links:
         for sender in self._senders.values():
             self._stack.push_async_callback(sender.close)
 
-    async def timed(self, link: str, feed: Callable[[OutgoingTransfer, Callable[[], int]], None]) -> tuple[float, float]:
+    async def timed(self, link: str, feed: Feed) -> tuple[float, float]:
         """(GB/s, CPU seconds of both processes per GB) of one transfer. ``feed(transfer, acked_bytes)`` pushes."""
         self._num_opened += 1
         acked = 0
@@ -168,59 +178,81 @@ class _Links:
         return cpu_s
 
 
-async def _measure(pipe: Connection, epoch: int, links: list[str], rounds: int, what: list[str]) -> Results:
+def rows_of(way: str, links: list[str]) -> list[str]:
+    """What is measured in turns, one transfer each."""
+    over_shm = {"link": (COPIED,), "made": ("shm",), "pages": (COPIED, "shm")}[way]
+    return [name for link in links for name in (over_shm if link == "shm" else (link,))]
+
+
+async def _measure(pipe: Connection, epoch: int, links: list[str], rounds: int, ways: list[str]) -> Results:
     results: Results = {}
     async with AsyncExitStack() as stack:
         opened = _Links(pipe, epoch, links, stack)
         await opened.start()
-        if "link" in what:
-            # As a prefill worker reads it: a few MiB at a time, still in the cache when they are sent.
-            piece = np.random.default_rng(1).integers(0, 1 << 16, (32, PIECE_TOKENS, 8, 128), np.uint16).view(SPEC.np_dtype)
-            blocks = [
-                KVBlock(plane.name, LayerRange(0, 32), TokenRange(start, start + PIECE_TOKENS), HeadRange(0, 8), piece)
-                for start in range(0, len(TOKENS), PIECE_TOKENS)
-                for plane in SPEC.groups[0].planes
-            ]
-
-            def push_all(transfer: OutgoingTransfer, _: Callable[[], int]) -> None:
-                for block in blocks:
-                    transfer.push(block)
-
+        for way in ways:
+            feed = {"link": _link_feed, "made": _made_feed, "pages": _pages_feed}[way]()
             for round_number in range(WARM_UP_ROUNDS + rounds):
-                for link in links:
-                    row = await opened.timed(link, push_all)
-                    if round_number >= WARM_UP_ROUNDS:
-                        results.setdefault(("link", link), []).append(row)
-        if "pages" in what:
-            pool, table = pages_of(interleaved_heads(PAGE_SIZE, SPEC.dtype)), random_pages()
-            for round_number in range(WARM_UP_ROUNDS + rounds):
-                for link in with_copied(links):
+                for link in rows_of(way, links):
                     before = opened.copied
-                    row = await opened.timed(link, _PagesFeed(pool, table, lends=link != COPIED))
+                    row = await opened.timed(link, feed(link))
                     made, copied = (now - then for now, then in zip(opened.copied, before, strict=True))
                     assert link not in ("shm", COPIED) or (made if link == COPIED else copied) == 0, f"{link}: {made} made, {copied} copied"
                     if round_number >= WARM_UP_ROUNDS:
-                        results.setdefault(("pages", link), []).append(row)
+                        results.setdefault((way, link), []).append(row)
     return results
 
 
-def with_copied(links: list[str]) -> list[str]:
-    return [name for link in links for name in ((COPIED, link) if link == "shm" else (link,))]
+def _link_feed() -> Callable[[str], Feed]:
+    piece, starts = _piece(PIECE_TOKENS), range(0, len(TOKENS), PIECE_TOKENS)
+    blocks = [block for start in starts for block in _blocks(TokenRange(start, start + PIECE_TOKENS), (piece, piece))]
+
+    def push_all(transfer: OutgoingTransfer, _: Callable[[], int]) -> None:
+        _push(transfer, tuple(blocks))
+
+    return lambda link: push_all
 
 
-class _PagesFeed:
-    """Reads pages in a thread of its own, ``WINDOW_BYTES`` ahead of the receiver at most, as a worker's step thread does."""
+def _made_feed() -> Callable[[str], Feed]:
+    piece = _piece(READ_TOKENS)
+    # More than may be under way. They hold equal bytes, so that writing one anew, which is timed, changes nothing.
+    private = itertools.cycle([tuple(piece.copy() for _ in range(2)) for _ in range(2 * WINDOW_BYTES // (2 * piece.nbytes))])
 
-    def __init__(self, pool: KVPool, table: np.ndarray, *, lends: bool) -> None:
-        self._pool = pool
-        self._table = table
+    def make(tokens: TokenRange, out: tuple[np.ndarray, ...] | None) -> tuple[KVBlock, ...]:
+        made = next(private) if out is None else out
+        for array in made:
+            np.copyto(array.view(np.uint16), piece.view(np.uint16))
+        return _blocks(tokens, made)
+
+    return lambda link: _Maker(make, lends=link != COPIED)
+
+
+def _pages_feed() -> Callable[[str], Feed]:
+    pool, table = pages_of(interleaved_heads(PAGE_SIZE, SPEC.dtype)), random_pages()
+    return lambda link: _Maker(lambda tokens, out: read_blocks(pool, table, tokens, out), lends=link != COPIED)
+
+
+def _piece(num_tokens: int) -> np.ndarray:
+    """Random values of one plane, [layers, tokens, heads, dim]."""
+    return np.random.default_rng(1).integers(0, 1 << 16, (32, num_tokens, 8, 128), np.uint16).view(SPEC.np_dtype)
+
+
+def _blocks(tokens: TokenRange, planes: tuple[np.ndarray, ...]) -> tuple[KVBlock, ...]:
+    named = zip(SPEC.groups[0].planes, planes, strict=True)
+    return tuple(KVBlock(plane.name, LayerRange(0, 32), tokens, HeadRange(0, 8), values) for plane, values in named)
+
+
+class _Maker:
+    """Makes blocks in a thread of its own, ``WINDOW_BYTES`` ahead of the receiver at most, as a worker's step thread does."""
+
+    def __init__(self, make: Make, *, lends: bool) -> None:
+        self._make = make
         self._lends = lends
 
     def __call__(self, transfer: OutgoingTransfer, acked_bytes: Callable[[], int]) -> None:
         loop = asyncio.get_running_loop()
-        threading.Thread(target=self._read, args=(loop, transfer, acked_bytes), daemon=True).start()
+        threading.Thread(target=self._run, args=(loop, transfer, acked_bytes), daemon=True).start()
 
-    def _read(self, loop: asyncio.AbstractEventLoop, transfer: OutgoingTransfer, acked_bytes: Callable[[], int]) -> None:
+    def _run(self, loop: asyncio.AbstractEventLoop, transfer: OutgoingTransfer, acked_bytes: Callable[[], int]) -> None:
         for start in range(0, len(TOKENS), READ_TOKENS):
             tokens = TokenRange(start, start + READ_TOKENS)
             while start * SPEC.bytes_per_token - acked_bytes() > WINDOW_BYTES:
@@ -228,7 +260,7 @@ class _PagesFeed:
             lend = transfer.lend if self._lends else None
             memory = None if lend is None else lend(room_for(SPEC, len(tokens)), False)
             out = None if memory is None else arrays_in(memory, SPEC, len(tokens))
-            loop.call_soon_threadsafe(_push, transfer, read_blocks(self._pool, self._table, tokens, out))
+            loop.call_soon_threadsafe(_push, transfer, self._make(tokens, out))
             del memory, out
 
 
@@ -242,21 +274,20 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--links", default="tcp,shm")
-    parser.add_argument("--skip-alone", action="store_true")
-    parser.add_argument("--skip-pages", action="store_true")
+    parser.add_argument("--what", default="link,made,pages")
     arguments = parser.parse_args()
-    links = arguments.links.split(",")
-    what = [name for name, skip in (("link", arguments.skip_alone), ("pages", arguments.skip_pages)) if not skip]
+    links, ways = arguments.links.split(","), arguments.what.split(",")
     ours, theirs = multiprocessing.Pipe()
     rounds = arguments.rounds + WARM_UP_ROUNDS
-    num_dropped = len(links) * rounds if "link" in what else 0
-    num_placed = len(with_copied(links)) * rounds if "pages" in what else 0
+    num_dropped, num_placed = (
+        rounds * sum(len(rows_of(way, links)) for way in ways if (way == "pages") is placed) for placed in (False, True)
+    )
     epoch = secrets.randbits(64)
-    settings = (epoch, num_dropped + num_placed, num_dropped + 1, int("nixl" in links))
+    settings = (epoch, num_dropped + num_placed, num_dropped + 1, "nixl" in links)
     process = multiprocessing.get_context("spawn").Process(target=_receiver, args=(theirs, *settings))
     process.start()
     try:
-        results = asyncio.run(_measure(ours, epoch, links, arguments.rounds, what))
+        results = asyncio.run(_measure(ours, epoch, links, arguments.rounds, ways))
     finally:
         ours.send(None)
         process.join()
@@ -270,7 +301,7 @@ def main() -> None:
             "max_gb_s": round(max(goodput for goodput, _ in rows), 3),
             "cpu_s_per_gb": round(statistics.median(cpu for _, cpu in rows), 3),
             "ratio_to_tcp": round(medians[way, link] / medians[way, "tcp"], 2) if (way, "tcp") in medians else None,
-            "target": TARGET if link == "shm" else None,
+            "target": TARGET if (way, link) in AIMED_AT else None,
         }
         for (way, link), rows in results.items()
     ]
