@@ -98,6 +98,7 @@ def _picture(measured: Sequence[Measured]) -> bytes:
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     most = min(_MOST_LINES, max(len(one.run.records) for one in measured))
     size = (12, len(measured) * (1.2 + 0.12 * most))
@@ -115,6 +116,7 @@ def _picture(measured: Sequence[Measured]) -> bytes:
         axis.set_title(f"{one.label}: {len(one.run.records)} requests, one per line", fontsize=9)
         axis.set_ylabel("request")
         axis.invert_yaxis()
+        axis.yaxis.set_major_locator(MaxNLocator(integer=True))
         axis.spines[["top", "right"]].set_visible(False)
     axes[-1, 0].set_xlabel("seconds")
     figure.legend(used.values(), used.keys(), loc="outside upper center", ncols=len(used), fontsize=8)
