@@ -16,6 +16,7 @@ Cells = tuple[int, int, int, int, int, int, int, int]
 
 
 def rectangle_of(cells: Cells) -> Rectangle:
+    """Raises ValueError for ranges that are none."""
     group, plane, l0, l1, t0, t1, h0, h1 = cells
     return group, plane, LayerRange(l0, l1), TokenRange(t0, t1), HeadRange(h0, h1)
 
