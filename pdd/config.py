@@ -66,7 +66,8 @@ class WorkerConfig(StrictModel):
     ``max_decode_wait_chunks``: steps with a prefill chunk that a decode row is left out of at most, where there are more rows than
     ``max_rows``. ``idle_threads``: "spin" for a worker with as many cores of its own as ``threads``, "sleep" where workers share cores
     (PyTorch on a CPU). ``nice``: how far its compute threads stand back behind those of other workers on the same cores, as in nice(2).
-    ``host_cache_mib``: of host memory for cached pages that must leave the device; 0: they vanish.
+    ``host_cache_mib``: of host memory for cached pages that must leave the device; 0: they vanish. ``run_ahead``:
+    whether a decode step is started before the tokens of the one before are known; "auto": where the device is not the host's CPU.
     """
 
     name: Name
@@ -86,6 +87,7 @@ class WorkerConfig(StrictModel):
     idle_threads: Literal["sleep", "spin"] = "sleep"
     nice: Annotated[int, Field(ge=0, le=19)] = 0
     num_devices: Annotated[int, Field(ge=1, le=256)] = 1
+    run_ahead: Literal["auto", "on", "off"] = "auto"
     prefix_cache: bool = True
     host_cache_mib: Annotated[int, Field(ge=0)] = 0
     host: str = "127.0.0.1"

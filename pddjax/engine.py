@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from pddbridge.engine import (
     ScoreRow,
     Step,
     StepResult,
+    StepUnderWay,
 )
 from pddbridge.engine_checks import check_block, check_config, check_page, check_page_range, check_step
 from pddbridge.kv_layout import KVLayout, interleaved_heads
@@ -82,6 +84,52 @@ def create_from(checkpoint: ModelTensors, config: EngineConfig, choose_ops: Call
     else:
         functions, placement = split_over(devices, checkpoint, dtype, ops, config.max_context_tokens)
     return JaxEngine(checkpoint.spec, config, checkpoint.weights_digest(), functions, placement)
+
+
+class Outcome(NamedTuple):
+    """On the device, of S sampling rows padded to a bucket: ``logits`` [vocab, S] f32, their maxima ``highest`` [S], ``ids`` [S] i32 that
+    have them.
+    """
+
+    logits: jax.Array
+    highest: jax.Array
+    ids: jax.Array
+
+
+@dataclass(frozen=True)
+class JaxStep:
+    """See :class:`pddbridge.engine.StepUnderWay`."""
+
+    step: Step
+    hidden: jax.Array
+    outcome: Outcome | None
+    scores: tuple[jax.Array, jax.Array, jax.Array] | None
+    feeds_next: bool
+
+    def result(self) -> StepResult:
+        if self.outcome is None:
+            jax.block_until_ready(self.hidden)
+            return StepResult((), self._scores())
+        highest, ids = np.asarray(self.outcome.highest), np.asarray(self.outcome.ids)
+        rows = self.step.samples
+        greedy = [greedy_suffices(row.params, row.position) for row in rows]
+        host_logits = None if all(greedy) else np.asarray(self.outcome.logits)
+        records = []
+        for i, row in enumerate(rows):
+            if host_logits is not None and not greedy[i]:
+                records.append(_sample(host_logits[:, i], row))
+            elif not np.isfinite(highest[i]):
+                raise ValueError(f"logits: the largest of row {row.row} is {highest[i]}, a finite number is needed")
+            else:
+                records.append(TokenRecord(int(ids[i])))
+        return StepResult(tuple(records), self._scores())
+
+    def _scores(self) -> tuple[tuple[TokenRecord, ...], ...]:
+        if self.scores is None:
+            return ()
+        num_scored = sum(len(row.next_ids) for row in self.step.scores)
+        chosen, top, ids = (np.asarray(values)[:num_scored] for values in self.scores)
+        return score_records(self.step.scores, chosen, top, ids)
 
 
 class JaxEngine:
@@ -145,28 +193,21 @@ class JaxEngine:
 
     def step(self, step: Step) -> StepResult:
         """See :meth:`pddbridge.engine.Engine.step`. Plain greedy rows are chosen on the device, the others by the shared sampler."""
-        hidden, outcome = self._run(step)
-        scores = self._scores(hidden, step.scores)
-        if outcome is None:
-            return StepResult((), scores)
-        logits, highest, ids = outcome
-        greedy = [greedy_suffices(row.params, row.position) and bool(np.isfinite(highest[i])) for i, row in enumerate(step.samples)]
-        host_logits = None if all(greedy) else np.asarray(logits)
-        records = []
-        for i, row in enumerate(step.samples):
-            if greedy[i]:
-                records.append(TokenRecord(int(ids[i])))
-            else:
-                assert host_logits is not None
-                records.append(_sample(host_logits[:, i], row))
-        return StepResult(tuple(records), scores)
+        return self.start_step(step).result()
+
+    def start_step(self, step: Step, after: StepUnderWay | None = None) -> JaxStep:
+        """See :meth:`pddbridge.engine.RunsAhead.start_step`."""
+        hidden, outcome = self._start(step, after)
+        scores = self._start_scores(hidden, step.scores)
+        greedy = all(greedy_suffices(row.params, row.position) for row in step.samples)
+        return JaxStep(step, hidden, outcome, scores, bool(step.samples) and greedy and self._config.run_ahead)
 
     def logits(self, step: Step) -> np.ndarray:
         """See :meth:`pddbridge.engine.Engine.logits`."""
-        _, outcome = self._run(step)
+        _, outcome = self._start(step)
         if outcome is None:
             return np.zeros((0, self._spec.vocab_size), np.float32)
-        return np.ascontiguousarray(np.asarray(outcome[0])[:, : len(step.samples)].T)
+        return np.ascontiguousarray(np.asarray(outcome.logits)[:, : len(step.samples)].T)
 
     def read_kv(self, page_table: np.ndarray, tokens: TokenRange, out: Sequence[np.ndarray] | None = None) -> tuple[KVBlock, ...]:
         """See :meth:`pddbridge.engine.Engine.read_kv`."""
@@ -196,25 +237,28 @@ class JaxEngine:
         """Compilations are exact: see :class:`pddjax.programs.Programs`."""
         return EngineStats(self._programs.compilations, self._num_steps, dict(self._fallbacks))
 
-    def _run(self, step: Step) -> tuple[jax.Array, tuple[jax.Array, np.ndarray, np.ndarray] | None]:
-        """Run a step: its hidden states, and (logits on the device [vocab, S], their maxima [S], the ids that have them [S]), None if no
-        row samples.
-        """
-        check_step(step, self._config, self._spec.vocab_size)
-        hidden = self._forward(pack(step, self._config, self._buckets, self._ops))
+    def _start(self, step: Step, after: StepUnderWay | None = None) -> tuple[jax.Array, Outcome | None]:
+        """Dispatch a step: its hidden states, and what its samples are chosen from, None if no row samples."""
+        check_step(step, self._config, self._spec.vocab_size, after)
+        batch = pack(step, self._config, self._buckets, self._ops)
+        if after is not None:
+            if not isinstance(after, JaxStep) or after.outcome is None or len(after.step.samples) != len(step.context_lens):
+                raise ValueError("after: given another step than the one that was started last, or one with other rows")
+            batch = batch._replace(token_ids=after.outcome.ids)  # the same bucket: as many rows as samples
+        hidden = self._forward(batch)
         self._num_steps += 1
         if not step.samples:
-            return jax.block_until_ready(hidden), None
-        logits, highest, ids = self._head(hidden, pick(self._buckets.rows, len(step.samples)))
-        return hidden, (logits, np.asarray(highest), np.asarray(ids))
+            return hidden, None
+        outcome = Outcome(*self._head(hidden, pick(self._buckets.rows, len(step.samples))))
+        outcome.highest.copy_to_host_async()
+        outcome.ids.copy_to_host_async()
+        return hidden, outcome
 
-    def _scores(self, hidden: jax.Array, rows: tuple[ScoreRow, ...]) -> tuple[tuple[TokenRecord, ...], ...]:
+    def _start_scores(self, hidden: jax.Array, rows: tuple[ScoreRow, ...]) -> tuple[jax.Array, jax.Array, jax.Array] | None:
         if not rows:
-            return ()
+            return None
         follows = next_ids(rows)
-        found = self._score(hidden, np.pad(follows, (0, MAX_SCORED_TOKENS - len(follows))))
-        chosen, top, ids = (np.asarray(values)[: len(follows)] for values in found)
-        return score_records(rows, chosen, top, ids)
+        return self._score(hidden, np.pad(follows, (0, MAX_SCORED_TOKENS - len(follows))))
 
     def _score(self, hidden: jax.Array, follows: np.ndarray) -> tuple[jax.Array, jax.Array, jax.Array]:
         first = self._config.max_rows
@@ -244,7 +288,9 @@ class JaxEngine:
 
     def _head(self, hidden: jax.Array, num_samples: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         def head(leaves: tuple[jax.Array, ...], hidden: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-            return self._functions.head(leaves, hidden, num_samples)
+            logits, highest, ids = self._functions.head(leaves, hidden, num_samples)
+            # Where there is no maximum (padding, a broken model) the id may still be the next step's token.
+            return logits, highest, jnp.clip(ids, 0, self._spec.vocab_size - 1)
 
         arguments = (self._functions.leaves, hidden)
         return self._programs.get("head", num_samples, head, None, arguments)(*arguments)

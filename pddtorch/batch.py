@@ -9,7 +9,7 @@ import torch
 
 from pddbridge.engine import Step
 from pddbridge.scoring import score_offsets
-from pddkernels.torch_ops import StepKernels, TorchOps
+from pddkernels.torch_ops import StepKernels, TorchOps, to_device
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,12 @@ class Batch:
     sample_tokens: torch.Tensor
 
 
-def make_batch(step: Step, ops: TorchOps, device: torch.device) -> Batch:
-    """``step`` must have passed :func:`pddbridge.engine_checks.check_step`."""
+def make_batch(step: Step, ops: TorchOps, device: torch.device, fed: torch.Tensor | None = None) -> Batch:
+    """``step`` must have passed :func:`pddbridge.engine_checks.check_step`. ``fed`` [T] i64 on the device: its tokens, if it has none."""
     last = np.array([step.row_starts[sample.row + 1] - 1 for sample in step.samples], np.int64)
     sample_tokens = np.concatenate((last, score_offsets(step.row_starts, step.scores)))
-    token_ids, positions, samples = (
-        torch.from_numpy(array).to(device) for array in (step.token_ids.astype(np.int64), _positions(step), sample_tokens)
-    )
+    token_ids = to_device(step.token_ids.astype(np.int64), device) if fed is None else fed
+    positions, samples = to_device(_positions(step), device), to_device(sample_tokens, device)
     return Batch(token_ids, positions, ops.plan(step.row_starts, step.context_lens, step.page_tables), samples)
 
 

@@ -18,14 +18,12 @@ import torch
 
 from pddbridge.checkpoint import open_checkpoint
 from pddbridge.checkpoint_source import ModelTensors
-from pddbridge.engine import MAX_SCORED_TOKENS, EngineConfig, EngineStats, KVBlock, PendingKV, SampleRow, Step, StepResult
+from pddbridge.engine import MAX_SCORED_TOKENS, EngineConfig, EngineStats, KVBlock, PendingKV, Step, StepResult, StepUnderWay
 from pddbridge.engine_checks import COMPUTE_DTYPES, INT8, check_block, check_config, check_page, check_page_range, check_step
 from pddbridge.kv_layout import KVLayout, head_major
 from pddbridge.kv_spec import KVSpec, TokenRange
 from pddbridge.model_spec import ModelSpec
 from pddbridge.native.moves import native_moves
-from pddbridge.sampling import greedy_suffices, sample
-from pddbridge.sampling_params import TokenRecord
 from pddkernels.native.build import NativeUnavailableError
 from pddkernels.native.torch_native import Native
 from pddkernels.torch_ops import Problem, choose
@@ -33,8 +31,8 @@ from pddtorch.arrays import TORCH_DTYPES
 from pddtorch.batch import make_batch
 from pddtorch.kv import KVPool
 from pddtorch.model import LlamaModel
+from pddtorch.outcome import TorchStep
 from pddtorch.pointwise import NativePointwise, TorchPointwise
-from pddtorch.score import score
 from pddtorch.warm_up import warm_up_shapes
 from pddtorch.weights import load_weights
 
@@ -121,13 +119,20 @@ class TorchEngine:
         self._model.warm_up(self._config.max_step_tokens, most_logits)
 
     def step(self, step: Step) -> StepResult:
-        check_step(step, self._config, self._spec.vocab_size)
-        logits = self._logits(step)
+        return self.start_step(step).result()
+
+    @torch.inference_mode()
+    def start_step(self, step: Step, after: StepUnderWay | None = None) -> TorchStep:
+        """See :meth:`pddbridge.engine.RunsAhead.start_step`. A CPU has done the step on return."""
+        check_step(step, self._config, self._spec.vocab_size, after)
+        fed = None
+        if after is not None:
+            if not isinstance(after, TorchStep) or after.chosen is None or len(after.step.samples) != len(step.context_lens):
+                raise ValueError("after: given another step than the one that was started last, or one with other rows")
+            fed = after.chosen.ids
+        logits = self._logits(step, fed)
         self._num_steps += 1
-        if logits is None:
-            return StepResult(())
-        num_samples = len(step.samples)
-        return StepResult(self._choose(logits[:num_samples], step.samples), score(logits[num_samples:], step.scores))
+        return TorchStep.of(step, logits, self._config.run_ahead)
 
     def logits(self, step: Step) -> np.ndarray:
         check_step(step, self._config, self._spec.vocab_size)
@@ -161,28 +166,11 @@ class TorchEngine:
         return EngineStats(compilations=0, steps=self._num_steps, fallbacks={**self._fallbacks, **self._ops.fallbacks})
 
     @torch.inference_mode()
-    def _logits(self, step: Step) -> torch.Tensor | None:
+    def _logits(self, step: Step, fed: torch.Tensor | None = None) -> torch.Tensor | None:
+        """``fed`` [T] i64: the tokens, instead of those that ``step`` has."""
         self._own_thread()
-        batch = make_batch(step, self._ops, self._device)
+        batch = make_batch(step, self._ops, self._device, fed)
         return self._model.forward(batch, self._pool.layers)
-
-    @torch.inference_mode()
-    def _choose(self, logits: torch.Tensor, samples: tuple[SampleRow, ...]) -> tuple[TokenRecord, ...]:
-        """Plain argmax on the device where it is enough; for the others their logits, and only theirs, come to the host."""
-        greedy = [greedy_suffices(row.params, row.position) for row in samples]
-        records: list[TokenRecord | None] = [None] * len(samples)
-        if any(greedy):
-            largest, ids = (values.tolist() for values in logits.max(-1))  # the first of equals: the lowest id
-            for index in (index for index, is_greedy in enumerate(greedy) if is_greedy):
-                if not np.isfinite(largest[index]):
-                    raise ValueError(f"logits: the largest of row {samples[index].row} is {largest[index]}, a finite number is needed")
-                records[index] = TokenRecord(ids[index])
-        others = [index for index, is_greedy in enumerate(greedy) if not is_greedy]
-        if others:
-            for index, row_logits in zip(others, logits[others].cpu().numpy(), strict=True):
-                row = samples[index]
-                records[index] = sample(row_logits, row.params, row.prompt_ids, row.log_ids, row.position)
-        return tuple(record for record in records if record is not None)
 
     def _own_thread(self) -> None:
         """OpenMP's thread count belongs to the thread that calls, and the worker's step thread is not the one that loaded."""

@@ -26,7 +26,8 @@ class EngineConfig:
     has it: bfloat16 with weights in int8. ``max_step_tokens`` bounds T,
     ``max_rows`` bounds R of any step; compiled shapes come from buckets up to them. ``compile_cache_dir``: where compiled
     programs survive a restart, None for nowhere. ``num_devices``: over how many of ``device`` the model and its KV are split, by heads;
-    what is read and written through the contract is the same for any number.
+    what is read and written through the contract is the same for any number. ``run_ahead``: whether a step says ``feeds_next``; of use
+    where the device computes while the host waits.
     """
 
     device: str
@@ -40,6 +41,7 @@ class EngineConfig:
     num_threads: int
     compile_cache_dir: str | None
     num_devices: int = 1
+    run_ahead: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,28 @@ class StepResult:
 
     records: tuple[TokenRecord, ...]
     scores: tuple[tuple[TokenRecord, ...], ...] = ()
+
+
+class StepUnderWay(Protocol):
+    """A step that the device was told to run."""
+
+    @property
+    def feeds_next(self) -> bool:
+        """Whether the device itself chooses every sample, so that the next step can be started before anybody has seen them."""
+
+    def result(self) -> StepResult:
+        """Wait for it. Called once, or never. Raises what ``Engine.step`` does."""
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """A :class:`StepUnderWay` that is not, any more."""
+
+    done: StepResult
+    feeds_next: bool = False
+
+    def result(self) -> StepResult:
+        return self.done
 
 
 @dataclass(frozen=True)
@@ -208,6 +232,26 @@ def start_read_kv(engine: Engine, page_table: np.ndarray, tokens: TokenRange, ou
     if isinstance(engine, OverlapsReads):
         return engine.start_read_kv(page_table, tokens, out)
     return ReadyKV(engine.read_kv(page_table, tokens, out))
+
+
+@runtime_checkable
+class RunsAhead(Protocol):
+    """What an engine adds if it returns from starting a step before the step is done: its device then need not wait for the host between
+    two steps.
+    """
+
+    def start_step(self, step: Step, after: StepUnderWay | None = None) -> StepUnderWay:
+        """As ``Engine.step``, but return as soon as the device was told. Steps, and all other calls, take effect in the order of the calls.
+
+        ``after``: the step that was started last, with ``feeds_next``. Then ``step`` has a row for each of its samples, in their order,
+        with the one new token that the sample chooses, whatever ``token_ids`` says; ``log_ids`` of its own samples, all of which must be
+        :func:`pddbridge.sampling.greedy_suffices`, lack that token. Raises ValueError for a step that breaks this.
+        """
+
+
+def start_step(engine: Engine, step: Step, after: StepUnderWay | None = None) -> StepUnderWay:
+    """Begin ``step``. An engine that does not run ahead has done it on return."""
+    return engine.start_step(step, after) if isinstance(engine, RunsAhead) else StepDone(engine.step(step))
 
 
 class EngineFactory(Protocol):

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from pddbridge.engine import MAX_SCORE_LOGPROBS, MAX_SCORED_TOKENS, EngineConfig, KVBlock, Step
+from pddbridge.engine import MAX_SCORE_LOGPROBS, MAX_SCORED_TOKENS, EngineConfig, KVBlock, Step, StepUnderWay
 from pddbridge.kv_spec import KVSpec, TokenRange
 from pddbridge.model_spec import ModelSpec
+from pddbridge.sampling import greedy_suffices
 
 COMPUTE_DTYPES = ("float32", "bfloat16")
 # bfloat16 with weights in int8, where an engine has it.
@@ -33,8 +34,10 @@ def check_config(config: EngineConfig, spec: ModelSpec, compute_dtypes: tuple[st
         raise ValueError(f"max_context_tokens: given {config.max_context_tokens}, the model allows up to {spec.max_context_tokens}")
 
 
-def check_step(step: Step, config: EngineConfig, vocab_size: int) -> None:
-    """Refuse a step that breaks the contract. Looks only at page-table entries that the rows use."""
+def check_step(step: Step, config: EngineConfig, vocab_size: int, after: StepUnderWay | None = None) -> None:
+    """Refuse a step that breaks the contract. Looks only at page-table entries that the rows use. ``after``: see
+    :meth:`pddbridge.engine.RunsAhead.start_step`.
+    """
     _check_i32("token_ids", step.token_ids, 1)
     _check_i32("row_starts", step.row_starts, 1)
     _check_i32("context_lens", step.context_lens, 1)
@@ -64,7 +67,9 @@ def check_step(step: Step, config: EngineConfig, vocab_size: int) -> None:
     for row in range(num_rows):
         _check_pages(f"page_tables[{row}]", step.page_tables[row], int(lens[row]), config)
     _check_written_once(step, lens, config)
-    _check_samples(step, num_rows, vocab_size)
+    _check_samples(step, num_rows, vocab_size, num_unknown=0 if after is None else 1)
+    if after is not None:
+        _check_follows(step, after)
     _check_scores(step, new, vocab_size)
 
 
@@ -124,15 +129,26 @@ def _check_written_once(step: Step, lens: np.ndarray, config: EngineConfig) -> N
         raise ValueError(f"page_tables: page {int(written[uses > 1][0])} is written by a row, allowed once, given more than once")
 
 
-def _check_samples(step: Step, num_rows: int, vocab_size: int) -> None:
+def _check_follows(step: Step, after: StepUnderWay) -> None:
+    if not after.feeds_next:
+        raise ValueError("after: given a step whose tokens the host chooses, allowed one with feeds_next")
+    if len(step.token_ids) != len(step.context_lens) or step.scores:
+        raise ValueError(
+            f"after: given a step of {len(step.context_lens)} rows, {len(step.token_ids)} tokens and {len(step.scores)} scores,"
+            " allowed one token per row and no scores"
+        )
+    if wrong := [sample.row for sample in step.samples if not greedy_suffices(sample.params, sample.position)]:
+        raise ValueError(f"after: row {wrong[0]} samples what needs the token before it, allowed rows that are plainly greedy")
+
+
+def _check_samples(step: Step, num_rows: int, vocab_size: int, num_unknown: int) -> None:
     rows = [sample.row for sample in step.samples]
     if any(not 0 <= row < num_rows for row in rows) or len(set(rows)) != len(rows):
         raise ValueError(f"samples: given rows {rows}, allowed different ones from 0 to {num_rows - 1}")
     for sample in step.samples:
-        if sample.position != len(sample.log_ids):
-            raise ValueError(
-                f"samples: row {sample.row} samples position {sample.position} with {len(sample.log_ids)} log_ids; must be equal"
-            )
+        if sample.position != len(sample.log_ids) + num_unknown:
+            known = len(sample.log_ids)
+            raise ValueError(f"samples: row {sample.row} samples position {sample.position} with {known} log_ids; must be equal")
         check_token_ids(f"samples: prompt_ids of row {sample.row}", sample.prompt_ids, vocab_size)
         check_token_ids(f"samples: log_ids of row {sample.row}", sample.log_ids, vocab_size)
 

@@ -89,6 +89,14 @@ class TorchOps(Protocol):
         """The way back, for ``values`` [L, tokens, heads, dim] in the dtype of ``layers``."""
 
 
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """``array`` on ``device``. From pinned memory where that is a GPU: a copy from anywhere else first waits for all that the GPU has been
+    told.
+    """
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 def choose(problem: Problem, device: torch.device, native: Native | None = None) -> TorchOps:
     """Triton's kernels on a GPU, ``native`` ones on a CPU where it has them, else plain PyTorch: counted as a fallback where the device's
     own kernels cannot serve."""
@@ -147,7 +155,7 @@ class PortableOps:
         problem = self.problem
         _, rows = portable_pages.new_token_rows(row_starts, context_lens, page_tables, problem.num_kv_heads, problem.page_size)
         attention = self._plan_attention(row_starts, context_lens, page_tables, decodes=True)
-        return _PortableStep(torch.from_numpy(rows).to(self.device), attention)
+        return _PortableStep(to_device(rows, self.device), attention)
 
     def pack(self, layers: torch.Tensor, page_table: np.ndarray, start: int, stop: int, first_head: int, num_heads: int) -> torch.Tensor:
         rows = self._rows(layers, page_table, start, stop, first_head, num_heads)
@@ -178,7 +186,7 @@ class PortableOps:
         positions = np.arange(start, stop)
         heads = np.arange(first_head, first_head + num_heads)
         rows = portable_pages.slot_rows(page_table[positions // page_size], positions % page_size, heads, num_kv_heads, page_size)
-        return torch.from_numpy(rows).to(self.device)
+        return to_device(rows, self.device)
 
 
 @dataclass(frozen=True)
@@ -295,7 +303,7 @@ class TritonOps:
         kernels.unpack_tokens(layers, values, self._table(page_table), start, first_head)
 
     def _table(self, page_table: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(page_table, np.int32)).to(self.device)
+        return to_device(np.ascontiguousarray(page_table, np.int32), self.device)
 
 
 @dataclass(frozen=True)

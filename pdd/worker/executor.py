@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 
@@ -15,12 +16,13 @@ from pdd.errors import Code
 from pdd.fairness import TenantService
 from pdd.worker import messages as m
 from pdd.worker.admission import Admission
-from pdd.worker.batch import BatchRow, build_step
+from pdd.worker.batch import BatchRow
 from pdd.worker.kv_memory import KVMemory
 from pdd.worker.metrics import Counters
 from pdd.worker.push_feed import PushFeed
 from pdd.worker.push_reads import PushReads
 from pdd.worker.request import IngestError, Phase, RequestState
+from pdd.worker.run_ahead import Flight, Flights
 from pdd.worker.scheduler import RowDemand, StepBudget, plan_step
 from pdd.worker.token_sequence import TokenSequence
 from pddbridge.engine import MAX_SCORED_TOKENS, Engine, StepResult
@@ -30,6 +32,9 @@ from pddbridge.links.slot_loans import Lend
 logger = logging.getLogger(__name__)
 
 Emit = Callable[[str, m.Event], None]
+
+# Commands that change nothing of a request which decodes, and may be handled while a step is under way.
+_BESIDE_A_STEP: Final = (m.PlaceKV, m.PushAcknowledged, m.PushEnded, m.TakeSnapshot)
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,8 @@ class Executor:
         self._num_opened = 0
         self._push_reads = PushReads(engine, emit, self._fail)
         self._counters = Counters()
+        self._flights = Flights(engine, self._memory.grow, self._step_failed, self._counters)
+        self._flight: Flight | None = None
         self._compilations_at_start = engine.stats().compilations
 
     def next_deadline(self) -> float | None:
@@ -76,6 +83,8 @@ class Executor:
 
     def handle(self, command: m.Command) -> None:
         """Do what ``command`` says. Commands for requests that are unknown or over are late, and dropped."""
+        if not isinstance(command, _BESIDE_A_STEP):
+            self.settle()
         match command:
             case m.OpenRequest():
                 self._open(command)
@@ -110,22 +119,27 @@ class Executor:
             self._admitted(request)
 
     def run_step(self) -> bool:
-        """Plan and run one step. False when no row could run."""
-        rows = self._plan_rows()
-        if not rows:
-            self._push_reads.collect()
-            return False
-        self._counters.steps += 1
-        try:
-            result = self._engine.step(build_step(rows, self._page_size))
-        except Exception as error:
-            logger.exception("step %d failed", self._counters.steps)
-            for row in rows:
-                self._fail(row.request, Code.INTERNAL, f"engine step failed: {error}")
-            return True
-        self._push_reads.collect()  # what earlier steps computed: it was copied while this one was planned and dispatched
-        self._apply(rows, result)
+        """Plan a step, or take the one that is under way, and run it; start the next one meanwhile where that is possible. False when no
+        row could run.
+        """
+        flight, self._flight = self._flight, None
+        if flight is None:
+            rows = self._plan_rows()
+            if not rows:
+                self._push_reads.collect()
+                return False
+            flight = self._flights.start(rows)
+        if flight is not None:
+            if not self._others_wait(flight):
+                self._flight = self._flights.start_behind(flight)
+            self._land(flight)
         return True
+
+    def settle(self) -> None:
+        """Have no step under way: whoever comes next may change what its rows are."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._land(flight)
 
     def check(self) -> None:
         """Raises LedgerError when the pages do not add up."""
@@ -281,10 +295,32 @@ class Executor:
         self._memory.publish(request)  # at once, so that requests that come now find it
         self._emit(request.request_id, event)
 
-    def _apply(self, rows: list[BatchRow], result: StepResult) -> None:
-        records, scores = iter(result.records), iter(result.scores)
-        self._count_waiting(rows)
+    def _others_wait(self, flight: Flight) -> bool:
+        """Whether anybody but the rows of ``flight`` wants a row, or pages."""
+        in_step = {row.request.request_id for row in flight.rows}
+        able = (r for r in self._requests.values() if r.phase is Phase.ACTIVE and r.num_pending)
+        return self._admission.num_waiting > 0 or any(r.request_id not in in_step for r in able)
+
+    def _land(self, flight: Flight) -> None:
+        result = self._flights.result(flight)
+        if result is not None:
+            self._push_reads.collect()  # what earlier steps computed: it was copied while this one was planned and dispatched
+            self._apply(flight, result)
+
+    def _step_failed(self, rows: Sequence[BatchRow], error: Exception) -> None:
         for row in rows:
+            if row.request.phase is not Phase.OVER:
+                self._fail(row.request, Code.INTERNAL, f"engine step failed: {error}")
+
+    def _apply(self, flight: Flight, result: StepResult) -> None:
+        records, scores = iter(result.records), iter(result.scores)
+        self._count_waiting(flight.rows)
+        for number, row in enumerate(flight.rows):
+            if not flight.counts(number):
+                assert flight.ahead, "nothing comes between planning and landing but a step before"
+                next(records)
+                self._counters.rows_void += 1
+                continue
             request, before = row.request, row.request.kv_len
             if row.scores:
                 self._emit(request.request_id, m.PromptScores(before + 1, next(scores)))
@@ -303,7 +339,7 @@ class Executor:
                 self._emit(request.request_id, m.Tokens(request.log_len - 1, (record,)))
                 self._settle(request)
 
-    def _count_waiting(self, rows: list[BatchRow]) -> None:
+    def _count_waiting(self, rows: Sequence[BatchRow]) -> None:
         """Before what ``rows`` computed counts: which decode rows stood behind a chunk."""
         served = {row.request.request_id for row in rows}
         has_chunk = any(not (row.samples and row.num_tokens == 1) for row in rows)

@@ -223,6 +223,7 @@ def _engine_factory(config: LaunchConfig, worker: WorkerConfig, model_dir: Path,
         num_threads=worker.threads,
         compile_cache_dir=str(cache_dir / "compiled" / worker.engine),
         num_devices=worker.num_devices,
+        run_ahead=worker.run_ahead == "on" or (worker.run_ahead == "auto" and worker.device != "cpu"),
     )
     environment = importlib.import_module(f"pdd{worker.engine}.threads").environment
     os.environ.update(environment(worker.threads, worker.device, worker.num_devices, worker.idle_threads == "spin"))

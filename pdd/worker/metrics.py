@@ -8,10 +8,13 @@ from dataclasses import dataclass
 @dataclass
 class Counters:
     """``computed_prompt_tokens``: prompt positions computed here, but for each prompt's last. That one, always the first decode step's
-    input, and log positions are ``computed_log_tokens``. Recomputing after a preemption counts again.
+    input, and log positions are ``computed_log_tokens``. Recomputing after a preemption counts again. ``steps_ahead``: steps that were
+    started before the tokens of the step before were known · ``rows_void``: rows of those whose request had ended.
     """
 
     steps: int = 0
     computed_prompt_tokens: int = 0
     computed_log_tokens: int = 0
     sampled_tokens: int = 0
+    steps_ahead: int = 0
+    rows_void: int = 0

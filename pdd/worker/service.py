@@ -146,6 +146,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             late_frames_dropped=incoming.late_frames_dropped,
             compilations_after_ready=snapshot.compilations_after_ready,
             steps=snapshot.counters.steps,
+            steps_ahead=snapshot.counters.steps_ahead,
+            rows_void=snapshot.counters.rows_void,
             preemptions=snapshot.preemptions,
             host_pages=snapshot.host.pages,
             host_bytes=snapshot.host.num_bytes,

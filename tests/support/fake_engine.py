@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
 
-from pddbridge.engine import EngineConfig, EngineStats, KVBlock, Step, StepResult
+from pddbridge.engine import EngineConfig, EngineStats, KVBlock, Step, StepResult, StepUnderWay
+from pddbridge.engine_checks import check_step
 from pddbridge.kv_layout import KVLayout, token_major
 from pddbridge.kv_spec import HeadRange, KVSpec, LayerRange, TokenRange
 from pddbridge.model_spec import ModelSpec
+from pddbridge.sampling import greedy_suffices
 from pddbridge.sampling_params import TokenRecord
 from tests.support.specs import llama_spec
 
@@ -55,6 +58,18 @@ def blocks_of(tokens: Sequence[int], wanted: TokenRange) -> tuple[KVBlock, ...]:
     return tuple(KVBlock(p, layers, wanted, heads, np.stack([kv_of(p, i, tokens[i]) for i in at], axis=1)) for p in ("k", "v"))
 
 
+@dataclass(frozen=True)
+class FakeStep:
+    done: StepResult
+    feeds_next: bool
+    fails: bool
+
+    def result(self) -> StepResult:
+        if self.fails:
+            raise RuntimeError("the device is gone")
+        return self.done
+
+
 class FakeEngine:
     """``before_step`` is called in the step thread before each step; it may block or raise."""
 
@@ -68,8 +83,10 @@ class FakeEngine:
         max_rows: int = 4,
         before_step: Callable[[Step], None] | None = None,
         weights: str = "weights",
+        run_ahead: bool = False,
     ) -> None:
-        self._config = EngineConfig("cpu", "float32", "float32", page_size, num_pages, max_context, max_step_tokens, max_rows, 1, None)
+        sizes = (page_size, num_pages, max_context, max_step_tokens, max_rows)
+        self._config = EngineConfig("cpu", "float32", "float32", *sizes, 1, None, run_ahead=run_ahead)
         self._pages = {p: np.full((num_pages, page_size, NUM_LAYERS, NUM_HEADS, HEAD_DIM), np.nan, np.float32) for p in ("k", "v")}
         self._before_step = before_step
         self._weights = weights
@@ -78,6 +95,7 @@ class FakeEngine:
         self.calls: list[str] = []  # "step" and "write_kv", in order
         self.reads: list[TokenRange] = []
         self.copies: list[tuple[int, int]] = []
+        self.result_fails = False
 
     name = "fake"
     kv_spec = KV_SPEC
@@ -126,6 +144,16 @@ class FakeEngine:
             for row in step.scores
         )
         return StepResult(tuple(records), scores)
+
+    def start_step(self, step: Step, after: StepUnderWay | None = None) -> FakeStep:
+        """Done at once, as a device does it in the order of the calls; what came of it is told by ``result`` alone."""
+        if after is not None:
+            assert isinstance(after, FakeStep)
+            check_step(step, self._config, VOCAB, after)
+            step = replace(step, token_ids=np.array([record.token_id for record in after.done.records], np.int32))
+        done = self.step(step)
+        greedy = all(greedy_suffices(sample.params, sample.position) for sample in step.samples)
+        return FakeStep(done, self._config.run_ahead and greedy, self.result_fails)
 
     def logits(self, step: Step) -> np.ndarray:
         result = self.step(step)
