@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,7 @@ class Prompt:
 
     chain: tuple[tuple[Hashable, int], ...]
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         return sum(tokens for _, tokens in self.chain)
 
