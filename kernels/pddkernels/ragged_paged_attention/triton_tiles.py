@@ -79,10 +79,8 @@ _MANY: Final[dict[str, dict[int, tuple[int, int, int]]]] = {
     "sm80": {64: (128, 64, 8), 128: (128, 32, 8), 256: (64, 32, 8)},
     "gfx942": {64: (128, 64, 4), 128: (128, 32, 4), 256: (64, 32, 4)},
 }
-# float32 products run without tensor cores, on operands in registers: low tiles, for exact tests rather than speed. With eight warps,
-# ptxas puts some bytes of a tile of 256 on sm_80's stack.
+# float32 products run without tensor cores, on operands in registers: low tiles, for exact tests rather than speed.
 _MANY_FLOAT32: Final = (16, 16, 8)
-_MANY_FLOAT32_SM80_256: Final = (16, 16, 4)
 
 
 def next_power_of_two(n: int) -> int:
@@ -99,10 +97,9 @@ def tiles_for(geometry: Geometry, gpu: Gpu) -> Tiles:
     if reason is not None:
         raise ValueError(reason)
     dim, is_half = geometry.padded_dim, geometry.itemsize <= 2
-    float32 = _MANY_FLOAT32_SM80_256 if gpu.family == "sm80" and dim == 256 else _MANY_FLOAT32
-    rows, keys, warps = _MANY[gpu.family][max(64, dim)] if is_half else float32
+    rows, keys, warps = _MANY[gpu.family][max(64, dim)] if is_half else _MANY_FLOAT32
     group_rows = next_power_of_two(geometry.group)
-    few_keys, few_warps = (32 if dim == 256 else 64, 4) if is_half else float32[1:]
+    few_keys, few_warps = (32 if dim == 256 else 64, 4) if is_half else _MANY_FLOAT32[1:]
     return Tiles(
         few=_tile(geometry, gpu, max(16, group_rows), few_keys, few_warps, programs=3, min_split_keys=256),
         many=_tile(geometry, gpu, max(rows, group_rows), keys, warps, programs=1, min_split_keys=1024),
