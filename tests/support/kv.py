@@ -10,6 +10,7 @@ from pddbridge.engine import KVBlock
 from pddbridge.kv_convert import KVPool
 from pddbridge.kv_layout import KVLayout
 from pddbridge.kv_layout_catalogue import GQA_LAYOUTS
+from pddbridge.kv_sender import OutgoingFrame, Sender
 from pddbridge.kv_spec import HeadRange, KVSpec, LayerRange, TokenRange
 
 LAYOUTS = GQA_LAYOUTS
@@ -136,3 +137,11 @@ def blocks_of(spec: KVSpec, planes: dict[str, np.ndarray], tokens: TokenRange, h
         h = heads or HeadRange(0, plane.num_heads)
         values = np.ascontiguousarray(planes[plane.name][:, tokens.start : tokens.stop, h.start : h.stop])
         yield KVBlock(plane.name, LayerRange(0, spec.num_layers), tokens, h, values)
+
+
+def frames_of(sender: Sender) -> list[OutgoingFrame]:
+    """All that it would send now."""
+    frames = []
+    while (frame := sender.next_frame()) is not None:
+        frames.append(frame)
+    return frames

@@ -30,6 +30,10 @@ ONE = replace(FAST, num_connections=1)
 NUM_TOKENS = 100
 
 
+async def place_nowhere(_: int, block: KVBlock) -> None:
+    assert block.values.size
+
+
 @dataclass
 class Target:
     """A receiving process: server, pool, what it was told."""
