@@ -47,7 +47,7 @@ def test_sm_90_takes_warp_group_products_for_chunks_and_rounds_new_kv_to_nearest
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 # On sm_80 a few combinations that no named model has put a few bytes on the stack, at 48 to 72 registers of 255.
-@pytest.mark.parametrize(("target", "most_spill_bytes"), [("sm80", 16), ("sm90", 0)])
+@pytest.mark.parametrize(("target", "most_spill_bytes"), [("sm80", 24), ("sm90", 0)])
 def test_every_head_size_and_dtype_without_spills(target: str, most_spill_bytes: int) -> None:
     rows = compiled(target)
     assert {str(row["case"]).split(" window")[0] for row in rows} >= {
