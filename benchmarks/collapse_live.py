@@ -37,7 +37,7 @@ Arm = Literal["local", "auto"]
 ARMS: dict[Arm, str] = {"local": "finished on the relay", "auto": "PDD"}
 # Contexts of a few hundred tokens, of which a turn adds a few: hits as of agents at full size, on a machine of two cores.
 AGENTS = Agents(
-    num_sessions=0, turns=12, first_tokens=400, added_median=20, added_sigma=1.0, output_median=50, output_sigma=0.5, wait_s=1.5,
+    num_sessions=0, turns=8, first_tokens=400, added_median=20, added_sigma=1.0, output_median=50, output_sigma=0.5, wait_s=1.5,
     max_context_tokens=2000,
 )  # fmt: skip
 EVERY_S = 0.5
@@ -74,17 +74,14 @@ class ArmReport:
     samples: tuple[Sample, ...]
 
 
-def arm_config(config: LaunchConfig, arm: Arm, relay_rows: int, rate_mbit_s: float) -> LaunchConfig:
-    """``config`` on free ports, with few relay rows, a link of another rate and the arm's rule."""
+def arm_config(config: LaunchConfig, arm: Arm, relay_rows: int) -> LaunchConfig:
+    """``config`` on free ports, with few relay rows and the arm's rule."""
     raw = config.model_dump(mode="json")
     raw["serving"].update(http_port=None, grpc_port=None)
     raw["policy"]["pipeline"] = arm
     for worker in raw["workers"]:
         if worker["role"] == "relay":
             worker["max_rows"] = relay_rows
-    for link in raw["links"]:
-        if link["emulate"] is not None:
-            link["emulate"]["rate_mbit_s"] = rate_mbit_s
     return LaunchConfig.model_validate(raw)
 
 
@@ -154,6 +151,14 @@ def sample(metrics: str, at_s: float, rows: Mapping[str, int]) -> Sample:
     return Sample(round(at_s, 2), round(held / sum(rows.values()), 3), rate("prefill"), rate("main"), running)
 
 
+def read_reports(file: Path) -> dict[Arm, ArmReport]:
+    """Of an earlier run; none where there is no file."""
+    if not file.exists():
+        return {}
+    raw = json.loads(file.read_text(encoding="utf-8"))
+    return {arm: ArmReport(**{**raw[arm], "samples": tuple(Sample(**one) for one in raw[arm]["samples"])}) for arm in ARMS if arm in raw}
+
+
 def save_plot(reports: Mapping[Arm, ArmReport], path: Path) -> None:
     """A column per arm."""
     import matplotlib as mpl
@@ -183,12 +188,12 @@ def save_plot(reports: Mapping[Arm, ArmReport], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", type=Path, default=Path("configs/local-skewed.yaml"))
+    parser.add_argument("--config", type=Path, default=Path("configs/local.yaml"))
     parser.add_argument("--cache-dir", type=Path, default=Path.home() / ".cache" / "pdd")
-    parser.add_argument("--sessions", type=int, default=40)
-    parser.add_argument("--rate", type=float, default=0.3, help="sessions that begin per second")
+    parser.add_argument("--sessions", type=int, default=12)
+    parser.add_argument("--rate", type=float, default=0.5, help="sessions that begin per second")
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), help="the others are taken from the JSON as it is")
     parser.add_argument("--relay-rows", type=int, default=3)
-    parser.add_argument("--link-rate-mbit-s", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--plot", type=Path, default=None)
@@ -200,9 +205,9 @@ def main() -> None:
     sessions = with_arrivals(agent_sessions(params, vocab_size, given.seed), arrivals(given.sessions, given.rate, 1.0, given.seed))
     console = Console()
     console.print(f"{num_requests(sessions)} requests of {len(sessions)} sessions")
-    reports: dict[Arm, ArmReport] = {}
-    for arm in ARMS:
-        launch = arm_config(config, arm, given.relay_rows, given.link_rate_mbit_s)
+    reports = read_reports(given.json) if given.json is not None and len(given.arms) < len(ARMS) else {}
+    for arm in given.arms:
+        launch = arm_config(config, arm, given.relay_rows)
         rows = {worker.name: worker.max_rows for worker in launch.workers if worker.role == "relay"}
         with Deployment(launch, given.cache_dir) as deployment:
             deployment.start(StartProgress(console))
