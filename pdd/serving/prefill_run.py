@@ -90,6 +90,7 @@ class PrefillRun:
         self._timeline = timeline
         self._learned = learned
         self._started_s = timeline.now_s()
+        self._ordered_s = dict.fromkeys(self._targets, self._started_s)
         self._computed_tokens = 0
 
     def route(self, target: Holder) -> Link:
@@ -102,6 +103,7 @@ class PrefillRun:
         self.is_early = False
         for target, wanted in targets.items():
             if target.worker.name not in self._targets:
+                self._ordered_s[target.worker.name] = self._timeline.now_s()
                 prompt_tokens = len(holders.request.prompt_ids)
                 self.holder.stream.add_target(_push_target(target, wanted, self.worker, prompt_tokens, traffic))
         self._targets = {target.worker.name for target in targets}
@@ -129,13 +131,13 @@ class PrefillRun:
         self._release_if_done(holders)
 
     def received(self, target: Holder, event: KvComplete, links: LinkEstimate, metrics: Metrics) -> float:
-        """``target`` has its KV. Returns the seconds since prefill was opened."""
+        """``target`` has its KV. Returns the seconds since prefill was opened, or was told of ``target`` where that was later."""
         route = self.route(target)
         bytes_per_token = target.worker.info.kv_bytes_per_token
         last_chunk_tokens = (self._computed_tokens - 1) % self._max_step_tokens + 1 if self._computed_tokens else event.received_tokens
         sample = TransferSample(
             num_bytes=event.received_bytes,
-            started_s=self._started_s,
+            started_s=self._ordered_s.get(target.worker.name, self._started_s),
             prefilled_s=self._timeline.prefill_done_s,
             completed_s=self._timeline.now_s(),
             last_chunk_bytes=last_chunk_tokens * bytes_per_token,
