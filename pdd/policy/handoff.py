@@ -10,6 +10,8 @@ from typing import Literal
 
 from pdd.policy.handoff_choice import HandoffMode
 
+# The relay may stop when this share of a gap that does not show would be left: the next delay may be longer than those that were measured.
+_SURE = 0.8
 # covered: what the reader has yet to see outlasts main's delay · bounded: main is as slow as the relay or slower, and long enough is enough
 SealCause = Literal["one_shot", "catch_up", "covered", "bounded"]
 
@@ -130,7 +132,7 @@ def _next_in_overlap(rules: OverlapRules, snapshot: HandoffSnapshot, overlap_tok
         return Overlap(snapshot.sent_tokens)
     if not snapshot.relay_proposes or snapshot.seal_sent or snapshot.main_delay_s is None:
         return Wait()
-    if snapshot.main_delay_s - snapshot.cover_s <= unseen_gap_s(rules.pace, snapshot.relay_itl_s, snapshot.main_itl_s):
+    if snapshot.main_delay_s - snapshot.cover_s <= _SURE * unseen_gap_s(rules.pace, snapshot.relay_itl_s, snapshot.main_itl_s):
         return SealRelay("covered")
     if overlap_tokens >= rules.max_tokens and snapshot.main_delay_s <= rules.max_gap_s:
         return SealRelay("bounded")

@@ -58,8 +58,8 @@ class OverlapRace:
 
     def delay_s(self, now_s: float) -> float | None:
         """From the acceptance of a token to main's proposal of the next: the worst of late. A main that has fallen silent is at least as
-        late as that lasts. None before its first proposal.
+        late as that lasts. None before there are so many: one may have been lucky.
         """
-        if not self._delays_s:
+        if len(self._delays_s) < _LATEST:
             return None
         return max(*self._delays_s, now_s - self._last_proposal_s)
