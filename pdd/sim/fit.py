@@ -106,11 +106,12 @@ class Measured:
 
 
 def fit_prefill(runs: Sequence[PrefillRun], step_tokens: int) -> tuple[float, float, float]:
-    """Seconds per step, token and pair of tokens, with the least relative error and none below 0. Raises ValueError for fewer than three
-    runs.
+    """Seconds per step, token and pair of tokens, with the least relative error and none below 0, to the quickest run of each length: what
+    else the machine does can only make one slower. Raises ValueError for fewer than three lengths.
     """
+    runs = _quickest(runs)
     if len(runs) < 3:
-        raise ValueError(f"fit_prefill: given {len(runs)} runs, at least 3 are needed")
+        raise ValueError(f"fit_prefill: given runs of {len(runs)} lengths, at least 3 are needed")
     columns = [[math.ceil(run.tokens / step_tokens), run.tokens, run.tokens**2 / 2] for run in runs]
     base, token, pair = _least_squares(np.array(columns, np.float64), np.array([run.seconds for run in runs]))
     return base, token, pair
@@ -165,7 +166,7 @@ def _prefill_times(run: BesideRun, cost: EngineCost, step_tokens: int) -> float:
 
 def fit_hit(measured: Measured, cost: EngineCost, step_tokens: int) -> float:
     """Seconds of prefill that a prompt takes for having something cached, beside its steps."""
-    over = [run.seconds - cost.prefill(run.tokens, run.cached, step_tokens) for run in measured.hits]
+    over = [run.seconds - cost.prefill(run.tokens, run.cached, step_tokens) for run in _quickest(measured.hits)]
     return max(0.0, median(over))
 
 
@@ -222,6 +223,16 @@ def fit_link_overhead(
 def first_overhead(firsts_s: Sequence[float], step: Callable[[int, float], float]) -> float:
     """Of a first token beside its step; not below 0."""
     return max(0.0, median(firsts_s) - step(1, 0.0))
+
+
+def _quickest(runs: Sequence[PrefillRun]) -> list[PrefillRun]:
+    """One of each kind."""
+    best: dict[tuple[int, int], PrefillRun] = {}
+    for run in runs:
+        key = run.tokens, run.cached
+        if key not in best or run.seconds < best[key].seconds:
+            best[key] = run
+    return list(best.values())
 
 
 def _least_squares(columns: np.ndarray, seconds: np.ndarray) -> list[float]:
