@@ -9,7 +9,7 @@ import pytest
 
 from pdd.worker import messages as m
 from pdd.worker.executor import ExecutorLimits
-from pddbridge.engine import Engine, EngineConfig, Step, StepResult
+from pddbridge.engine import Engine, EngineConfig, Step, StepUnderWay, start_step
 from pddtorch.engine import create
 from tests.support.executor_driver import ExecutorDriver
 from tests.support.tiny_models import make_tiny_llama
@@ -32,10 +32,10 @@ class Watched:
     def __getattr__(self, name: str) -> object:
         return getattr(self._engine, name)
 
-    def step(self, step: Step) -> StepResult:
+    def start_step(self, step: Step, after: StepUnderWay | None = None) -> StepUnderWay:
         self.num_chunk_steps += int((np.diff(step.row_starts) > 1).any())
         self.longest_step = max(self.longest_step, len(step.token_ids))
-        return self._engine.step(step)
+        return start_step(self._engine, step, after)
 
 
 @pytest.fixture(scope="module")
