@@ -98,6 +98,7 @@ def test_heads_of_real_models(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @settings(max_examples=25, deadline=None)
 @given(batch_specs())
 def test_many_drawn_batches(spec: BatchSpec) -> None:

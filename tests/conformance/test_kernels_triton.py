@@ -95,6 +95,7 @@ def test_tiny_heads(attention: AttentionPath, spec: BatchSpec) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @settings(max_examples=300, deadline=None)
 @given(spec=batch_specs())
 def test_many_drawn_batches(attention: AttentionPath, spec: BatchSpec) -> None:

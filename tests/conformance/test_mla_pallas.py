@@ -32,6 +32,7 @@ def test_fixed_batches(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @settings(max_examples=25, deadline=None)
 @given(mla_specs)
 def test_many_drawn_batches(spec: MLASpec) -> None:
