@@ -9,6 +9,7 @@ import simpy
 
 from pdd.policy.alignment import HitWindow
 from pdd.policy.completion import CompletionSnapshot, choose_completion
+from pdd.policy.estimates import Lateness
 from pdd.policy.lengths import LengthEstimator
 from pdd.policy.link import LinkSnapshot
 from pdd.policy.local import LocalQuota
@@ -70,6 +71,7 @@ class _Run:
     arrival: simpy.Event
     at_main: bool = True
     job: PrefillJob | None = None
+    began_s: float | None = None
     pushes: bool = False
     transfer: Transfer | None = None
     kv_bytes: float = 0.0
@@ -106,6 +108,7 @@ class System:
         self._forced: Pipeline | None = None if policy.pipeline == "auto" else policy.pipeline
         if spec.rule == "direct":
             self._forced = "direct"
+        self._late = Lateness(policy.lateness_half_life_s, policy.max_lateness_s)
         self._background = 0
         self._background_bytes = 0.0
         self.num_running = 0
@@ -191,6 +194,7 @@ class System:
             relay_s_per_token=None if relay is None else relay.step_s(need),
             output=self._lengths.predict(request.tenant, request.max_tokens),
             local_open=self._local.open,
+            late_s=self._late.value_s(self.env.now),
         )
         decision = choose_pipeline(snapshot, self._forced, self.spec.policy)
         self._local.record(decision.pipeline == "local")
@@ -214,6 +218,7 @@ class System:
             return
         worker, miss, began_s = run.prefill, run.tokens - run.prefill_hit, self.env.now
         worker.held += 1
+        run.began_s = began_s
         run.pushes = run.relay is not None and self._forced != "direct"
         self._num_pushes += run.pushes
 
@@ -264,6 +269,8 @@ class System:
 
     def _direct(self, run: _Run, decision: PipelineDecision, ended: Callable[[Outcome], None]) -> Steps:
         yield run.arrival
+        if decision.predicted_kv_s is not None and run.began_s is not None:
+            self._late.observe(self.env.now, self.env.now - run.began_s - decision.predicted_kv_s + decision.late_s)
         job, first_step_s = run.main.decode(run.request.output_tokens, self._context(run), self.spec.overheads.arrive_steps)
         first_s = self.env.now + first_step_s + self.spec.link.rtt_s / 2 + self.spec.overheads.main_s
         yield job.done
