@@ -6,7 +6,7 @@ Synchronous and deterministic: given the same engine, commands and clock it does
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -27,7 +27,6 @@ from pdd.worker.scheduler import RowDemand, StepBudget, plan_step
 from pdd.worker.token_sequence import TokenSequence
 from pddbridge.engine import MAX_SCORED_TOKENS, Engine, StepResult
 from pddbridge.kv_spec import TokenRange
-from pddbridge.links.slot_loans import Lend
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +59,6 @@ class Executor:
         self._emit = emit
         self._limits = limits
         self._budget = StepBudget(config.max_step_tokens, config.max_rows, limits.max_decode_wait_chunks)
-        self._page_size = config.page_size
         self._max_context_tokens = min(config.max_context_tokens, engine.spec.max_context_tokens)
         self._memory = KVMemory(config.num_pages, config.page_size, engine, use_prefix_cache, limits.host_cache_bytes)
         self._requests: dict[str, RequestState] = {}  # in order of arrival
@@ -84,7 +82,7 @@ class Executor:
     def handle(self, command: m.Command) -> None:
         """Do what ``command`` says. Commands for requests that are unknown or over are late, and dropped."""
         if not isinstance(command, _BESIDE_A_STEP):
-            self.settle()
+            self.land()
         match command:
             case m.OpenRequest():
                 self._open(command)
@@ -119,9 +117,7 @@ class Executor:
             self._admitted(request)
 
     def run_step(self) -> bool:
-        """Plan a step, or take the one that is under way, and run it; start the next one meanwhile where that is possible. False when no
-        row could run.
-        """
+        """Run a planned step or end the one under way, and start the next meanwhile where that can be. False when no row could run."""
         flight, self._flight = self._flight, None
         if flight is None:
             rows = self._plan_rows()
@@ -129,17 +125,18 @@ class Executor:
                 self._push_reads.collect()
                 return False
             flight = self._flights.start(rows)
-        if flight is not None:
-            if not self._others_wait(flight):
-                self._flight = self._flights.start_behind(flight)
-            self._land(flight)
+            if flight is None:
+                return True  # it failed, and its requests with it
+        if not (self._admission.num_waiting or flight.leaves_out(self._requests.values())):
+            self._flight = self._flights.start_behind(flight)
+        self._landed(flight)
         return True
 
-    def settle(self) -> None:
+    def land(self) -> None:
         """Have no step under way: whoever comes next may change what its rows are."""
         flight, self._flight = self._flight, None
         if flight is not None:
-            self._land(flight)
+            self._landed(flight)
 
     def check(self) -> None:
         """Raises LedgerError when the pages do not add up."""
@@ -182,13 +179,14 @@ class Executor:
     def _push_feed(self, command: m.OpenRequest) -> PushFeed | None:
         if not command.push_to:
             return None
-        targets = [(push.target, push.first_token) for push in command.push_to]
-        lenders = {push.target: push.lend for push in command.push_to if push.lend is not None}
-        return self._feed(targets, len(command.prompt_ids) - 1, lenders)
+        feed = self._empty_feed(len(command.prompt_ids) - 1)
+        for push in command.push_to:
+            feed.add(push.target, push.first_token, push.lend)
+        return feed
 
-    def _feed(self, targets: Sequence[tuple[str, int]], stop: int, lenders: Mapping[str, Lend]) -> PushFeed:
+    def _empty_feed(self, stop: int) -> PushFeed:
         limits = self._limits
-        return PushFeed(targets, stop, self._engine.kv_spec.bytes_per_token, limits.push_window_bytes, limits.push_piece_bytes, lenders)
+        return PushFeed((), stop, self._engine.kv_spec.bytes_per_token, limits.push_window_bytes, limits.push_piece_bytes)
 
     def _handle_for(self, request: RequestState, command: m.Command) -> None:
         match command:
@@ -203,7 +201,7 @@ class Executor:
                 self._progress(request)
             case m.AddPush(push_to=to):
                 if request.push is None:
-                    request.push = self._feed((), request.prompt_kv_len, {})
+                    request.push = self._empty_feed(request.prompt_kv_len)
                 request.push.add(to.target, to.first_token, to.lend)
                 self._read_for_push(request)
             case m.SealRequest():
@@ -295,13 +293,7 @@ class Executor:
         self._memory.publish(request)  # at once, so that requests that come now find it
         self._emit(request.request_id, event)
 
-    def _others_wait(self, flight: Flight) -> bool:
-        """Whether anybody but the rows of ``flight`` wants a row, or pages."""
-        in_step = {row.request.request_id for row in flight.rows}
-        able = (r for r in self._requests.values() if r.phase is Phase.ACTIVE and r.num_pending)
-        return self._admission.num_waiting > 0 or any(r.request_id not in in_step for r in able)
-
-    def _land(self, flight: Flight) -> None:
+    def _landed(self, flight: Flight) -> None:
         result = self._flights.result(flight)
         if result is not None:
             self._push_reads.collect()  # what earlier steps computed: it was copied while this one was planned and dispatched

@@ -9,7 +9,7 @@ dropped: what it wrote lies past the request's KV, where anything may lie.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +37,11 @@ class Flight:
         request, row = self.rows[number].request, self.rows[number]
         wanted = request.decode or not row.samples
         return request.phase is Phase.ACTIVE and wanted and request.kv_len == int(self.step.context_lens[number])
+
+    def leaves_out(self, requests: Iterable[RequestState]) -> bool:
+        """Whether any of ``requests`` has tokens to compute and no row."""
+        in_step = {row.request.request_id for row in self.rows}
+        return any(r.phase is Phase.ACTIVE and r.num_pending and r.request_id not in in_step for r in requests)
 
 
 class Flights:

@@ -188,7 +188,7 @@ class StepLoop:
                     return
                 command = self._inbox[0]
             if isinstance(command, m.CloseRequest):
-                executor.settle()
+                executor.land()
                 self._flush()  # or a request that reuses the id could be told what happened to this one
             executor.handle(command)
             if isinstance(command, m.PlaceKV):
