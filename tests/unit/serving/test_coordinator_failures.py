@@ -202,57 +202,6 @@ async def test_without_recompute_a_lost_prefill_is_an_error() -> None:
         assert cluster.worker("main").computed_prompt_tokens == 0
 
 
-async def test_everything_dead_is_unavailable_not_silence() -> None:
-    scripts = {"main-0": Script(step_s=0.02)}
-    async with serving(hashed_token, scripts=scripts, survival={"return_wait_s": 0.3}) as (cluster, coordinator):
-        stream = coordinator.generate(make_request(sampling=params(200), handoff_at=3))
-        for _ in range(6):
-            await anext(stream)
-        for worker in cluster.workers:
-            await worker.kill()
-        with pytest.raises(PddError) as caught:
-            await asyncio.wait_for(drain(stream), 5.0)
-        assert caught.value.code is Code.UNAVAILABLE
-        with pytest.raises(PddError) as caught:
-            await asyncio.wait_for(collect(coordinator, make_request("next")), 5.0)
-        assert caught.value.code is Code.UNAVAILABLE
-        assert coordinator.unhealthy_workers()
-        assert coordinator.metrics.registry.get_sample_value("pdd:waits_for_return_total", {"outcome": "none"}) == 2
-
-
-@pytest.mark.parametrize("first_back", ["main-0", "relay-0"])
-@pytest.mark.parametrize("num_before", [0, 6])
-async def test_a_request_that_nobody_is_left_for_outlasts_the_return_of_a_worker(first_back: str, num_before: int) -> None:
-    """One worker of each role, all of them dead at once: whoever is back first computes prompt and log, and goes on."""
-    scripts = {"main-0": Script(step_s=0.02)} if num_before else {"prefill-0": Script(prefill_gate=opened(False))}
-    async with serving(hashed_token, scripts=scripts, survival={"watch_interval_s": 0.05}) as (cluster, coordinator):
-        request = make_request(sampling=params(40), handoff_at=3)
-        deltas: list[Delta] = []
-        reached = asyncio.Event()
-
-        async def read() -> None:
-            async for delta in coordinator.generate(request):
-                deltas.append(delta)
-                if len(deltas) == num_before:
-                    reached.set()
-
-        reading = asyncio.create_task(read())
-        await (reached.wait() if num_before else until(lambda: len(cluster.worker("main").opens) > 0))
-        for worker in cluster.workers:
-            await worker.kill()
-        await asyncio.sleep(0.3)
-        assert not reading.done()
-        back = next(worker for worker in cluster.workers if worker.name == first_back)
-        back.epoch = 2
-        await back.start()
-        await asyncio.wait_for(reading, 5.0)
-        outcome = Outcome(tuple(deltas))
-        check(outcome, request)
-        assert back.opens[-1].log_ids == [record.token_id for record in outcome.records[: len(back.opens[-1].log_ids)]]
-        assert len(back.opens[-1].log_ids) >= num_before
-        assert coordinator.metrics.registry.get_sample_value("pdd:waits_for_return_total", {"outcome": "back"}) == 1
-
-
 async def test_a_worker_that_came_back_is_used_again() -> None:
     async with serving(hashed_token) as (cluster, coordinator):
         relay = cluster.worker("relay")
