@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -103,12 +102,15 @@ async def test_ids_of_requests_are_ours_whatever_a_client_calls_them(text: TextM
     """Case 39 at the gRPC door; the HTTP door's is in test_openai_lifecycle."""
     coordinator = ScriptedCoordinator(text, Script(pause_at=1))
     async with open_doors(coordinator) as doors:
-        calls = [asyncio.create_task(generate(doors, ("x-request-id", "same"))) for _ in range(2)]
+        stub = inference_pb2_grpc.InferenceStub(doors.channel)
+        request = inference_pb2.GenerateRequest(text="hi", max_tokens=3)
+        calls = [stub.Generate(request, metadata=(("x-request-id", "same"),)) for _ in range(2)]
         await until(lambda: len(coordinator.running) == 2)
+        # The call itself: a task that is cancelled while grpcio still begins its call leaves that call open.
         calls[0].cancel()
         await until(lambda: len(coordinator.running) == 1)
         coordinator.resume.set()
-        assert (await calls[1])[-1].usage.completion_tokens == 3
+        assert [response async for response in calls[1]][-1].usage.completion_tokens == 3
         ids = {request.request_id for request in coordinator.requests}
         assert len(ids) == 2
         assert not any("same" in request_id for request_id in ids)
