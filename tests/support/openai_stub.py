@@ -22,13 +22,14 @@ _POLL_S = 0.01
 @dataclass
 class OpenAIStub:
     """Answers ``max_tokens`` tokens, numbered from 1000 on, ``gap_s`` apart. ``fails``: what it does with the n-th request instead:
-    "refuse" (status 429) or "break" (ends without a finish reason). ``bodies``: as they came.
+    "refuse" (status 429) or "break" (ends without a finish reason). ``bodies``: as they came; ``authorizations``: of every request, None where there was none.
     """
 
     tells_ids: bool = True
     gap_s: float = 0.002
     fails: dict[int, str] = field(default_factory=dict)
     bodies: list[dict[str, object]] = field(default_factory=list)
+    authorizations: list[str | None] = field(default_factory=list)
     most_at_once: int = 0
     _running: int = 0
 
@@ -56,12 +57,14 @@ class OpenAIStub:
         return f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}"
 
     async def _models(self, request: Request) -> Response:
+        self.authorizations.append(request.headers.get("authorization"))
         return JSONResponse({"data": [{"id": "stub", "owned_by": "pdd" if self.tells_ids else "others"}]})
 
     async def _answer(self, request: Request) -> Response:
         body = await request.json()
         number = len(self.bodies)
         self.bodies.append(body)
+        self.authorizations.append(request.headers.get("authorization"))
         if self.fails.get(number) == "refuse":
             return JSONResponse({"error": {"message": "too many requests"}}, status_code=429)
         return StreamingResponse(self._stream(body, self.fails.get(number) == "break"), media_type="text/event-stream")

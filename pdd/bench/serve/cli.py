@@ -30,6 +30,7 @@ def serve(
     ] = "openai",
     endpoint: Annotated[str | None, typer.Option(help="path; default: the backend's")] = None,
     header: Annotated[list[str] | None, typer.Option(help="KEY=VALUE, sent with every request")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="sent as a bearer token", show_envvar=True)] = None,
     model: Annotated[str, typer.Option(help="as the endpoint calls it")] = "smollm2-135m",
     tokenizer: Annotated[
         str | None, typer.Option(help="pulled model or directory whose vocabulary prompts are of; default: --model")
@@ -119,7 +120,7 @@ def serve(
         wanted = Asked(_metrics(percentile_metrics), _percentiles(metric_percentiles), parse_goodput(goodput or []))
         told = command.Told(backend, model, tokenizer, dataset_name, rate, burstiness, max_concurrency, seed, label, rule)
         plan = LoadPlan(max_concurrency, ignore_eos, temperature, token_text=token_text)
-        headers = _headers(header or [])
+        headers = _headers(header or [], api_key)
         with ExitStack() as stack:
             path = endpoint or ("/v1/completions" if backend == "openai" else "/v1/chat/completions")
             more = _extra(extra_body)
@@ -180,11 +181,15 @@ def _asked_models(url: str, headers: dict[str, str]) -> bool:
     return asyncio.run(speaks_pdd(url, headers))
 
 
-def _headers(pairs: Sequence[str]) -> dict[str, str]:
+def _headers(pairs: Sequence[str], api_key: str | None) -> dict[str, str]:
+    """A header that is given wins over the key's. Raises ValueError."""
     for pair in pairs:
         if "=" not in pair:
             raise ValueError(f"--header: given {pair!r}, allowed KEY=VALUE")
-    return dict(pair.split("=", 1) for pair in pairs)
+    headers = dict(pair.split("=", 1) for pair in pairs)
+    if api_key and not any(name.lower() == "authorization" for name in headers):
+        headers["Authorization"] = f"Bearer {api_key}"
+    return headers
 
 
 def _metrics(text: str) -> tuple[str, ...]:

@@ -117,6 +117,35 @@ def test_the_command_writes_the_keys_of_vllm_bench_serve(tmp_path: Path) -> None
     assert "data:image/png;base64," in report.read_text()
 
 
+@pytest.mark.parametrize(
+    ("environment", "options", "sent"),
+    [
+        ({}, [], None),
+        ({"OPENAI_API_KEY": "pdd-1"}, [], "Bearer pdd-1"),
+        ({"OPENAI_API_KEY": "pdd-1"}, ["--api-key", "pdd-2"], "Bearer pdd-2"),
+        ({"OPENAI_API_KEY": "pdd-1"}, ["--header", "authorization=Basic x"], "Basic x"),
+    ],
+)
+def test_a_key_goes_with_every_request(environment: dict[str, str], options: list[str], sent: str | None) -> None:
+    with OpenAIStub() as stub:
+        always = [
+            "--base-url",
+            stub.url,
+            "--vocab-size",
+            "300",
+            "--num-prompts",
+            "2",
+            "--random-input-len",
+            "4",
+            "--random-output-len",
+            "1",
+        ]
+        result = CliRunner(env={"OPENAI_API_KEY": None}).invoke(app, ["bench", "serve", *always, *options], env=environment)
+        assert result.exit_code == 0, result.output
+        assert set(stub.authorizations) == {sent}
+        assert len(stub.authorizations) >= 3  # the question for models, too
+
+
 def test_an_endpoint_that_is_not_there_is_one_line_and_a_status() -> None:
     result = CliRunner().invoke(app, ["bench", "serve", "--base-url", "http://127.0.0.1:9", "--vocab-size", "300"])
     assert result.exit_code == 1
