@@ -22,7 +22,8 @@ _POLL_S = 0.01
 @dataclass
 class OpenAIStub:
     """Answers ``max_tokens`` tokens, numbered from 1000 on, ``gap_s`` apart. ``fails``: what it does with the n-th request instead:
-    "refuse" (status 429) or "break" (ends without a finish reason). ``bodies``: as they came; ``authorizations``: of every request, None where there was none.
+    "refuse" (status 429) or "break" (ends without a finish reason). ``bodies``: as they came;
+    ``authorizations``: of every request.
     """
 
     tells_ids: bool = True
