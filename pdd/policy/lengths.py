@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import OrderedDict
 from dataclasses import dataclass
 from math import ceil, floor, log2
@@ -30,11 +31,15 @@ class LengthHistogram:
         self._weight = 1.0  # of the next sample; the past decays by what comes later weighing more
         self._ended = [0.0] * _NUM_BUCKETS
         self._cut = [0.0] * _NUM_BUCKETS
+        self._used: list[int] = []  # buckets that have had a sample, in order: a few of all
         self.num_samples = 0
 
     def observe(self, tokens: int, cut: bool) -> None:
         """An answer of ``tokens``; ``cut``: by its limit."""
-        (self._cut if cut else self._ended)[_bucket(tokens)] += self._weight
+        bucket = _bucket(tokens)
+        if bucket not in self._used:
+            insort(self._used, bucket)
+        (self._cut if cut else self._ended)[bucket] += self._weight
         self.num_samples += 1
         self._weight *= self._growth
         if self._weight > 1e9:
@@ -46,7 +51,8 @@ class LengthHistogram:
         """The length that ``share`` of answers do not exceed; None when so many were cut that it cannot be told."""
         at_risk = sum(self._ended) + sum(self._cut)
         survived = 1.0
-        for bucket, (ended, cut) in enumerate(zip(self._ended, self._cut, strict=True)):
+        for bucket in self._used:
+            ended, cut = self._ended[bucket], self._cut[bucket]
             if ended > 0:
                 survived *= 1.0 - min(1.0, ended / at_risk)
                 if 1.0 - survived >= share - 1e-9:
@@ -75,7 +81,9 @@ class LengthEstimator:
     def observe(self, tenant: str, tokens: int, cut: bool) -> None:
         """A request of ``tenant`` has ended with ``tokens``, of its own or, ``cut``, at its limit."""
         self._all.observe(tokens, cut)
-        histogram = self._tenants.setdefault(tenant, LengthHistogram(self._half_life))
+        histogram = self._tenants.get(tenant)
+        if histogram is None:
+            histogram = self._tenants[tenant] = LengthHistogram(self._half_life)
         self._tenants.move_to_end(tenant)
         histogram.observe(tokens, cut)
         if len(self._tenants) > self._max_tenants:

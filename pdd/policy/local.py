@@ -64,14 +64,15 @@ class LocalQuota:
 
     def __init__(self, max_share: float, window: int) -> None:
         self._most = int(max_share * window + 1e-9)
-        self._latest: deque[bool] = deque(maxlen=window)
+        self._latest: deque[bool] = deque()
+        self._num_local = 0
         self._window = window
         self._closed = self._most == 0
 
     @property
     def num_local(self) -> int:
         """In the window."""
-        return sum(self._latest)
+        return self._num_local
 
     @property
     def share(self) -> float:
@@ -85,6 +86,9 @@ class LocalQuota:
     def record(self, is_local: bool) -> None:
         """The next request was decided. One that was forced counts, too."""
         self._latest.append(is_local)
+        self._num_local += is_local
+        if len(self._latest) > self._window:
+            self._num_local -= self._latest.popleft()
         if self._most == 0:
             return
         if self.num_local >= self._most:

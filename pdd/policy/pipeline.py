@@ -119,7 +119,10 @@ def predict_wait_s(snapshot: PipelineSnapshot) -> float | None:
 
 def predict_kv_s(snapshot: PipelineSnapshot) -> float | None:
     """Seconds from the start of prefill until main's missing KV has arrived."""
-    wait_s = predict_wait_s(snapshot)
+    return _from_start_s(snapshot, predict_wait_s(snapshot))
+
+
+def _from_start_s(snapshot: PipelineSnapshot, wait_s: float | None) -> float | None:
     if wait_s is None or snapshot.main_miss_tokens == 0:
         return wait_s
     return predict_prefill_s(snapshot) + wait_s
@@ -145,14 +148,15 @@ def choose_pipeline(snapshot: PipelineSnapshot, forced: Pipeline | None, policy:
     """
     wait_s = predict_wait_s(snapshot)
     idle_budget_s, allowed_s = budget_s(snapshot, policy)
-    miss = _miss_text(snapshot, predict_kv_s(snapshot))
+    kv_s = _from_start_s(snapshot, wait_s)
+    miss = _miss_text(snapshot, kv_s)
 
     def decide(pipeline: Pipeline, reason: PipelineReason, why: str) -> PipelineDecision:
         return PipelineDecision(
             pipeline,
             reason,
             f"{why}; {miss}",
-            predicted_kv_s=predict_kv_s(snapshot),
+            predicted_kv_s=kv_s,
             predicted_wait_s=wait_s,
             budget_s=allowed_s,
             predicted_relay_end_s=_relay_end_s(snapshot),

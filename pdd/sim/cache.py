@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+
+Chain = tuple[tuple[Hashable, int], ...]
 
 
-@dataclass(frozen=True)
 class Prompt:
     """``chain``: parts from the beginning, each an id that stands for itself and all before it, with its tokens. A session's context is one
     part that grows under the same id; a trace's prompt is one part per block.
     """
 
-    chain: tuple[tuple[Hashable, int], ...]
+    __slots__ = ("chain", "num_tokens")
 
-    @cached_property
-    def num_tokens(self) -> int:
-        return sum(tokens for _, tokens in self.chain)
+    def __init__(self, chain: Chain) -> None:
+        self.chain = chain
+        self.num_tokens = sum(tokens for _, tokens in chain)
 
 
 class PrefixCache:

@@ -41,7 +41,7 @@ class Handoff:
         """Main has the prompt's KV. It is given the log and takes over from ``job``, of ``output_tokens`` in all."""
         yield self._env.timeout(self._rtt_s / 2)  # the coordinator is told
         backlog = max(1, int(relay.engine.got(job)))
-        itl_s, cost = relay.step_s(0), main.spec.cost
+        itl_s, main_s, cost = relay.step_s(0), main.step_s(context), main.spec.cost
         snapshot = HandoffChoiceSnapshot(
             backlog_tokens=backlog,
             relay_running=relay.engine.num_jobs,
@@ -50,25 +50,25 @@ class Handoff:
             rtt_s=self._rtt_s,
             extend_s_per_token=cost.extend_token_s,
             relay_itl_s=itl_s,
-            main_itl_s=main.step_s(context),
+            main_itl_s=main_s,
         )
         mode = choose_handoff(self._forced, snapshot, self._choice).mode
-        speed = main.step_s(context) / cost.step(main.engine.num_jobs + 1, main.engine.weight + context)
+        slowdown = main_s / cost.step(main.engine.num_jobs + 1, main.engine.weight + context)
 
         def sealed() -> int:
             return min(output_tokens, max(1, round(relay.engine.cancel(job))))
 
         if mode == "one_shot":
             relayed = sealed()
-            delay_s = self._rtt_s + speed * cost.extend(backlog)
+            delay_s = self._rtt_s + slowdown * cost.extend(backlog)
             yield self._env.timeout(delay_s)
             return HandedOver(mode, max(itl_s, delay_s), relayed)
         # The relay runs on while main catches up; what is left behind then is a chunk at most.
-        catching_up_s = self._rtt_s + speed * cost.extend(backlog - self._chunk) if backlog > self._chunk else 0.0
+        catching_up_s = self._rtt_s + slowdown * cost.extend(backlog - self._chunk) if backlog > self._chunk else 0.0
         if catching_up_s:
             yield either(self._env, job.done, self._env.timeout(catching_up_s))
         behind = min(self._chunk, max(1, int(relay.engine.got(job)) - max(0, backlog - self._chunk)))
-        delay_s = self._rtt_s + speed * cost.extend(behind)
+        delay_s = self._rtt_s + slowdown * cost.extend(behind)
         if mode == "catch_up":
             relayed = sealed()
             yield self._env.timeout(delay_s)

@@ -4,27 +4,28 @@ prefill computes them; one that has sent all it was given waits for more and tak
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import simpy
 
-from pdd.sim.server import Job, SharedServer, when
+from pdd.sim.server import Piece, SharedServer, when
 from pdd.sim.spec import LinkSpec
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Transfer:
     """``left_bytes``: of the whole, still to be sent, those that are not computed included · ``ready_bytes``: of them, that may go now ·
-    ``done``: succeeds when nothing is left.
+    ``done``: is called when nothing is left. A fair link counts both down when all that was ready has gone.
     """
 
     left_bytes: float
     number: int
-    done: simpy.Event
+    done: Callable[[], object]
     ready_bytes: float = 0.0
     active: bool = True
-    job: Job | None = None
+    piece: Piece | None = None
 
     @property
     def rank(self) -> tuple[float, int]:
@@ -35,7 +36,9 @@ class Link(Protocol):
     """``queued_bytes``, ``num_transfers``: what is under way now · ``sent_bytes``: ever."""
 
     rate_bytes_s: float
-    sent_bytes: float
+
+    @property
+    def sent_bytes(self) -> float: ...
 
     @property
     def queued_bytes(self) -> float: ...
@@ -46,7 +49,7 @@ class Link(Protocol):
     @property
     def busy(self) -> bool: ...
 
-    def open(self, num_bytes: float) -> Transfer: ...
+    def open(self, num_bytes: float, done: Callable[[], object]) -> Transfer: ...
 
     def feed(self, transfer: Transfer, num_bytes: float) -> None: ...
 
@@ -69,57 +72,58 @@ class FairLink:
 
     def __init__(self, env: simpy.Environment, rate_bytes_s: float, flow_bytes_s: float | None) -> None:
         self.rate_bytes_s = rate_bytes_s
-        self.sent_bytes = 0.0
-        self.queued_bytes = 0.0
         self.num_transfers = 0
-        self._env = env
+        self._owed_bytes = 0.0  # of all transfers, what has been sent included
         flow = flow_bytes_s or rate_bytes_s
-        self._server = SharedServer(env, lambda jobs, _: min(flow, rate_bytes_s / jobs))
+        lanes = rate_bytes_s / flow
+        self._server = SharedServer(env, lambda jobs, _: flow if jobs <= lanes else rate_bytes_s / jobs)
 
     @property
     def busy(self) -> bool:
         return self._server.num_jobs > 0
 
-    def open(self, num_bytes: float) -> Transfer:
-        self.queued_bytes += num_bytes
+    @property
+    def sent_bytes(self) -> float:
+        return self._server.served
+
+    @property
+    def queued_bytes(self) -> float:
+        return max(0.0, self._owed_bytes - self._server.served) if self.num_transfers else 0.0
+
+    def open(self, num_bytes: float, done: Callable[[], object]) -> Transfer:
+        self._owed_bytes += num_bytes
         self.num_transfers += 1
-        return Transfer(num_bytes, 0, self._env.event())
+        return Transfer(num_bytes, 0, done)
 
     def feed(self, transfer: Transfer, num_bytes: float) -> None:
         if not transfer.active:
             return
-        if transfer.job is not None:
-            self._take(transfer, self._server.cancel(transfer.job))
         transfer.ready_bytes += num_bytes
-        job = transfer.job = self._server.add(transfer.ready_bytes)
-        when(job.done, lambda: self._sent(transfer, job))
+        if transfer.piece is None:
+            transfer.piece = self._server.run(num_bytes, lambda: self._sent(transfer))
+        else:
+            self._server.grow(transfer.piece, num_bytes)
 
     def cancel(self, transfer: Transfer) -> None:
         if not transfer.active:
             return
-        if transfer.job is not None:
-            self._take(transfer, self._server.cancel(transfer.job))
+        if transfer.piece is not None:
+            transfer.left_bytes -= self._server.cancel(transfer.piece)
+        self._owed_bytes -= transfer.left_bytes
         self._end(transfer)
 
-    def _sent(self, transfer: Transfer, job: Job) -> None:
-        if transfer.job is not job or not transfer.active:
-            return
-        self._take(transfer, transfer.ready_bytes)
-        transfer.job = None
+    def _sent(self, transfer: Transfer) -> None:
+        transfer.left_bytes -= transfer.ready_bytes
+        transfer.ready_bytes, transfer.piece = 0.0, None
         if transfer.left_bytes <= _ROUNDING * self.rate_bytes_s:
             self._end(transfer)
-            transfer.done.succeed()
-
-    def _take(self, transfer: Transfer, sent: float) -> None:
-        transfer.ready_bytes -= sent
-        transfer.left_bytes -= sent
-        self.sent_bytes += sent
-        self.queued_bytes = max(0.0, self.queued_bytes - sent)
+            transfer.done()
 
     def _end(self, transfer: Transfer) -> None:
-        self.queued_bytes = max(0.0, self.queued_bytes - transfer.left_bytes)
-        self.num_transfers -= 1
         transfer.active = False
+        self.num_transfers -= 1
+        if not self.num_transfers:
+            self._owed_bytes = self._server.served  # what rounding left
 
 
 # Seconds of the link that rounding may leave over.
@@ -155,8 +159,8 @@ class ShortestLink:
         self._advance()
         return sum(one.left_bytes for one in self._open.values())
 
-    def open(self, num_bytes: float) -> Transfer:
-        one = Transfer(num_bytes, self._number, self._env.event())
+    def open(self, num_bytes: float, done: Callable[[], object]) -> Transfer:
+        one = Transfer(num_bytes, self._number, done)
         self._open[one.number] = one
         self._number += 1
         return one
@@ -213,4 +217,4 @@ class ShortestLink:
         one.ready_bytes = 0.0
         if one.active and one.left_bytes <= _ROUNDING * self.rate_bytes_s:
             self._end(one)
-            one.done.succeed()
+            one.done()

@@ -5,33 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import simpy
-
-from pdd.sim.server import SharedServer, when
+from pdd.sim.server import SharedServer
 from pdd.sim.spec import RoleSpec
 from pdd.worker.scheduler import RowDemand, StepBudget, plan_step
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class PrefillJob:
-    """``left``: tokens to compute · ``behind``: that are in KV before them · ``computed``: is told of each step's new tokens · ``done``:
-    succeeds with the last.
+    """``left``: tokens to compute · ``behind``: that are in KV before them · ``computed``: is told of each step's new tokens, ``done``
+    after the last.
     """
 
     number: int
     left: int
     behind: int
     computed: Callable[[int], None]
-    done: simpy.Event
+    done: Callable[[], None]
     more_s: float = 0.0
     last_step: int = 0
+    demand: RowDemand | None = None  # as it is; None: has changed
+
+    def ask(self) -> RowDemand:
+        if self.demand is None:
+            self.demand = RowDemand(str(self.number), self.number, self.left, samples=False, last_step=self.last_step)
+        return self.demand
 
 
 class PrefillEngine:
     """``server`` keeps the pace: a step is a job of as many seconds as it takes alone."""
 
-    def __init__(self, env: simpy.Environment, spec: RoleSpec, server: SharedServer) -> None:
-        self._env = env
+    def __init__(self, spec: RoleSpec, server: SharedServer) -> None:
         self._cost = spec.cost
         self._budget = StepBudget(spec.step_tokens, spec.max_rows)
         self._server = server
@@ -40,12 +43,14 @@ class PrefillEngine:
         self._num_steps = 0
         self._stepping = False
 
-    def add(self, miss_tokens: int, hit_tokens: int, computed: Callable[[int], None], more_s: float = 0.0) -> PrefillJob:
+    def add(
+        self, miss_tokens: int, hit_tokens: int, computed: Callable[[int], None], done: Callable[[], None], more_s: float = 0.0
+    ) -> PrefillJob:
         """It has its first row when the step that runs has ended. ``more_s``: that its first step takes longer."""
-        job = PrefillJob(self._number, miss_tokens, hit_tokens, computed, self._env.event(), more_s)
+        job = PrefillJob(self._number, miss_tokens, hit_tokens, computed, done, more_s)
         self._number += 1
         if miss_tokens == 0:
-            job.done.succeed()
+            done()
             return job
         self._jobs[job.number] = job
         if not self._stepping:
@@ -61,13 +66,12 @@ class PrefillEngine:
         work_s = self._cost.prefill_s
         for job, tokens in rows:
             work_s += self._cost.chunk(tokens, job.behind) + (0.0 if job.last_step else job.more_s)
-        when(self._server.add(work_s).done, lambda: self._stepped(rows))
+        self._server.run(work_s, lambda: self._stepped(rows))
 
     def _rows(self) -> list[tuple[PrefillJob, int]]:
-        jobs = list(self._jobs.values())
-        if len(jobs) < 2:
-            return [(job, min(job.left, self._budget.max_step_tokens)) for job in jobs]
-        demands = [RowDemand(str(job.number), job.number, job.left, samples=False, last_step=job.last_step) for job in jobs]
+        if len(self._jobs) < 2:
+            return [(job, min(job.left, self._budget.max_step_tokens)) for job in self._jobs.values()]
+        demands = [job.ask() for job in self._jobs.values()]
         return [(self._jobs[int(row.request_id)], row.num_tokens) for row in plan_step(demands, self._budget).rows]
 
     def _stepped(self, rows: list[tuple[PrefillJob, int]]) -> None:
@@ -75,9 +79,10 @@ class PrefillEngine:
             job.left -= tokens
             job.behind += tokens
             job.last_step = self._num_steps
+            job.demand = None
             if job.left == 0:
                 del self._jobs[job.number]
             job.computed(tokens)
             if job.left == 0:
-                job.done.succeed()
+                job.done()
         self._step()

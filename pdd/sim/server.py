@@ -7,32 +7,44 @@ arrivals and ends are events. A run costs the same whether an answer has ten tok
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Generator
 
 import simpy
 
 from pdd.sim.spec import HostSpec
 
 
-@dataclass(eq=False)
-class Job:
-    """``target``: of virtual time, at which it is done · ``weight``: what it adds to the server's load (tokens of context, say)."""
+class Piece:
+    """``target``: of virtual time, at which it is done; grows with :meth:`SharedServer.grow` · ``weight``: what it adds to the server's
+    load (tokens of context, say) · ``call``: when it is done.
+    """
 
-    target: float
-    number: int
-    begun: float
-    weight: float
-    done: simpy.Event
-    active: bool = True
+    __slots__ = ("active", "begun", "call", "target", "weight")
 
-    def __lt__(self, other: Job) -> bool:
-        return (self.target, self.number) < (other.target, other.number)
+    def __init__(self, begun: float, work: float, weight: float, call: Callable[[], object]) -> None:
+        self.target = begun + work
+        self.begun = begun
+        self.weight = weight
+        self.call = call
+        self.active = True
+
+
+class Job(Piece):
+    """``done``: an event for who waits."""
+
+    __slots__ = ("done",)
+
+    def __init__(self, begun: float, work: float, weight: float, done: simpy.Event) -> None:
+        super().__init__(begun, work, weight, done.succeed)
+        self.done = done
 
 
 class SharedServer:
-    """Serves all jobs at the same pace, ``pace(num jobs, sum of weights)`` units of work per second and job."""
+    """Serves all jobs at the same pace, ``pace(num jobs, sum of weights)`` units of work per second and job. ``served``: units that all of
+    them together have had.
+    """
 
     def __init__(self, env: simpy.Environment, pace: Callable[[int, float], float]) -> None:
         self._env = env
@@ -40,89 +52,140 @@ class SharedServer:
         self._virtual = 0.0
         self._since = 0.0
         self._rate = 0.0
-        self._jobs: list[Job] = []
+        self._jobs: list[tuple[float, int, Piece]] = []  # by target; one whose piece has another target by now is void
         self._number = 0
-        self._timer = 0
+        self._due_s = math.inf
+        self._timer: simpy.Event | None = None
+        self._timer_s = math.inf
+        self._served = 0.0
         self.num_jobs = 0
         self.weight = 0.0
         self.busy_s = 0.0
-        self.on_change: Callable[[], None] = lambda: None
+        self.on_change: Callable[[], None] | None = None
+
+    @property
+    def served(self) -> float:
+        self._advance()
+        return self._served
 
     def add(self, work: float, weight: float = 0.0, lead: float = 0.0) -> Job:
         """Its ``done`` succeeds when ``work`` units are through, after the ``lead`` that others get first."""
         self._advance()
-        begin = self._virtual + lead
-        job = Job(begin + work, self._number, begin, weight, self._env.event())
-        self._number += 1
-        heapq.heappush(self._jobs, job)
-        self.num_jobs += 1
-        self.weight += weight
-        self._changed()
+        job = Job(self._virtual + lead, work, weight, self._env.event())
+        self._enter(job)
         return job
 
-    def cancel(self, job: Job) -> float:
-        """Take it out; the work it got. A job that is done got all of it."""
+    def run(self, work: float, call: Callable[[], object]) -> Piece:
+        """``call`` when ``work`` units are through: without an event, for pieces that are many."""
         self._advance()
-        got = max(0.0, min(job.target, self._virtual) - job.begun)
-        if job.active:
-            job.active = False
+        piece = Piece(self._virtual, work, 0.0, call)
+        self._enter(piece)
+        return piece
+
+    def grow(self, piece: Piece, work: float) -> None:
+        """It has so much more to do. Only while it is active."""
+        self._advance()
+        piece.target += work
+        self._queue(piece)
+        self._arm()
+
+    def cancel(self, piece: Piece) -> float:
+        """Take it out; the work it got. A job that is done got all of it."""
+        got = self.got(piece)
+        if piece.active:
+            piece.active = False
             self.num_jobs -= 1
-            self.weight -= job.weight
+            self.weight -= piece.weight
             self._changed()
         return got
 
-    def got(self, job: Job) -> float:
+    def got(self, piece: Piece) -> float:
         """Work that it has had so far."""
         self._advance()
-        return max(0.0, min(job.target, self._virtual) - job.begun)
+        return max(0.0, min(piece.target, self._virtual) - piece.begun)
 
-    def until(self, job: Job, work: float) -> float:
-        """Seconds until ``job`` has had ``work``, if the pace stays."""
+    def until(self, piece: Piece, work: float) -> float:
+        """Seconds until ``piece`` has had ``work``, if the pace stays."""
         self._advance()
-        return max(0.0, job.begun + work - self._virtual) / self._rate if self._rate > 0 else 0.0
+        return max(0.0, piece.begun + work - self._virtual) / self._rate if self._rate > 0 else 0.0
 
     def resync(self) -> None:
         """The pace has changed for a reason of its own."""
         self._advance()
         self._arm()
 
+    def _enter(self, piece: Piece) -> None:
+        self._queue(piece)
+        self.num_jobs += 1
+        self.weight += piece.weight
+        self._changed()
+
+    def _queue(self, piece: Piece) -> None:
+        heapq.heappush(self._jobs, (piece.target, self._number, piece))
+        self._number += 1
+
     def _changed(self) -> None:
         self._arm()
-        self.on_change()
+        if self.on_change is not None:
+            self.on_change()
 
     def _advance(self) -> None:
-        passed = self._env.now - self._since
-        if passed > 0:
-            self._virtual += passed * self._rate
+        now_s = self._env.now
+        if now_s > self._since:
             if self.num_jobs:
-                self.busy_s += passed
-        self._since = self._env.now
+                passed_s = now_s - self._since
+                self._virtual += passed_s * self._rate
+                self._served += passed_s * self._rate * self.num_jobs
+                self.busy_s += passed_s
+            self._since = now_s
 
     def _arm(self) -> None:
-        while self._jobs and not self._jobs[0].active:
-            heapq.heappop(self._jobs)
-        self._rate = self._pace(self.num_jobs, self.weight) if self.num_jobs else 0.0
-        self._timer += 1
-        if not self._jobs or self._rate <= 0:
+        jobs = self._jobs
+        while jobs and not (jobs[0][2].active and jobs[0][2].target == jobs[0][0]):
+            heapq.heappop(jobs)
+        self._rate = self._pace(self.num_jobs, self.weight) if jobs else 0.0
+        if self._rate <= 0:
+            self._due_s = math.inf
             return
-        timer = self._timer
-        wait_s = max(0.0, (self._jobs[0].target - self._virtual) / self._rate)
-        when(self._env.timeout(wait_s), lambda: self._due(timer))
+        wait_s = (jobs[0][0] - self._virtual) / self._rate
+        self._due_s = self._since + wait_s if wait_s > 0 else self._since
+        if self._due_s < self._timer_s:  # one that rings sooner looks again: most arrivals put ends off
+            self._set_timer()
 
-    def _due(self, timer: int) -> None:
-        if timer != self._timer:
-            return  # somebody came or went meanwhile; another timer runs
+    def _set_timer(self) -> None:
+        wait_s = self._due_s - self._since
+        self._timer = timer = self._env.timeout(wait_s)
+        assert timer.callbacks is not None
+        timer.callbacks.append(self._rings)
+        self._due_s = self._timer_s = self._since + wait_s  # as the clock will say it
+
+    def _rings(self, timer: simpy.Event) -> None:
+        if timer is not self._timer:
+            return  # another is set for sooner
+        self._timer, self._timer_s = None, math.inf
+        if self._due_s == math.inf:
+            return
         self._advance()
+        if self._due_s > self._since:
+            self._set_timer()
+        else:
+            self._due()
+
+    def _due(self) -> None:
+        jobs = self._jobs
         # What the timer was for is done, whatever rounding says.
-        self._virtual = max(self._virtual, self._jobs[0].target)
-        while self._jobs and (not self._jobs[0].active or self._jobs[0].target <= self._virtual):
-            job = heapq.heappop(self._jobs)
-            if job.active:
-                job.active = False
+        self._virtual = max(self._virtual, jobs[0][0])
+        ended: list[Piece] = []
+        while jobs and jobs[0][0] <= self._virtual:
+            target, _, piece = heapq.heappop(jobs)
+            if piece.active and piece.target == target:
+                piece.active = False
                 self.num_jobs -= 1
-                self.weight -= job.weight
-                job.done.succeed()
+                self.weight -= piece.weight
+                ended.append(piece)
         self._changed()
+        for piece in ended:
+            piece.call()
 
 
 class Places:
@@ -146,6 +209,31 @@ class Places:
             self._waiting.popleft().succeed()
         else:
             self._free += 1
+
+
+class Later(simpy.Event):
+    """An event that is known to come, without another for the time until then."""
+
+    def succeed_in(self, delay_s: float) -> None:
+        """Once."""
+        assert not self.triggered
+        self._ok, self._value = True, None
+        self.env.schedule(self, delay=delay_s)
+
+
+Steps = Generator[simpy.Event, object, None]
+
+
+def begin(steps: Steps) -> None:
+    """Run ``steps`` from now on, as a simpy process that nobody waits for or interrupts, without the events that one costs."""
+
+    def go(_: simpy.Event | None = None) -> None:
+        for event in steps:
+            if event.callbacks is not None:
+                event.callbacks.append(go)
+                return
+
+    go()
 
 
 def when(event: simpy.Event, call: Callable[[], object]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import simpy
 
@@ -18,15 +19,12 @@ from pdd.sim.cache import Prompt
 from pdd.sim.handoff import Handoff
 from pdd.sim.link import Transfer, make_link
 from pdd.sim.prefill import PrefillJob
-from pdd.sim.server import Host, either, when
+from pdd.sim.server import Host, Later, Steps, begin, either
 from pdd.sim.spec import SystemSpec
 from pdd.sim.workers import Fleet, Worker, num_running
 
-Steps = Generator[simpy.Event, object, None]
 
-
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """``hits``: (prefill, main) tokens, where the workload states them instead of the caches · ``answer``: what the prompt with its answer
     is called in caches, None: nobody comes back to it.
     """
@@ -39,8 +37,7 @@ class Request:
     answer: Prompt | None = None
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """Seconds from arrival. ``largest_gap_s``: between tokens, at the handoff or a decode step."""
 
     request: Request
@@ -56,7 +53,7 @@ class Outcome:
     kv_bytes: float
 
 
-@dataclass
+@dataclass(eq=False, slots=True)
 class _Run:
     """What a request holds while it runs."""
 
@@ -68,7 +65,7 @@ class _Run:
     main_hit: int
     prefill_hit: int
     prefilled: simpy.Event
-    arrival: simpy.Event
+    arrival: Later
     at_main: bool = True
     job: PrefillJob | None = None
     began_s: float | None = None
@@ -120,8 +117,8 @@ class System:
             return 0.0
         return num_running(self.relay.workers) / sum(worker.spec.max_rows for worker in self.relay.workers)
 
-    def submit(self, request: Request, ended: Callable[[Outcome], None]) -> simpy.Process:
-        return self.env.process(self._life(request, ended))
+    def submit(self, request: Request, ended: Callable[[Outcome], None]) -> None:
+        begin(self._life(request, ended))
 
     # --- the life of a request
 
@@ -135,7 +132,7 @@ class System:
             yield room  # nothing is prefilled before main has room
         prefill = self.prefill.route(request.prompt)
         relay = None if self.relay is None else self.relay.route(request.prompt)
-        run = _Run(request, arrived_s, prefill, main, relay, *self._hits(request, prefill, main), self.env.event(), self.env.event())
+        run = _Run(request, arrived_s, prefill, main, relay, *self._hits(request, prefill, main), self.env.event(), Later(self.env))
         # Main says what it holds, and decides by that; a relay that may be used says so sooner, and prefill starts with it.
         steps = self.spec.overheads.reserve_steps
         answer_s = self.spec.link.rtt_s + main.busy_s(steps)
@@ -231,9 +228,8 @@ class System:
 
         # What a step computed goes when it has ended.
         hit_s = self.spec.overheads.hit_s if run.prefill_hit else 0.0
-        job = worker.prefill.add(miss, run.prefill_hit, lambda tokens: self._send(run, min(tokens, job.behind - run.main_hit)), hit_s)
+        job = worker.prefill.add(miss, run.prefill_hit, lambda tokens: self._send(run, min(tokens, job.behind - run.main_hit)), done, hit_s)
         run.job = job
-        when(job.done, done)
         if self._host is not None:
             self._host.look()
 
@@ -249,8 +245,7 @@ class System:
             return
         assert run.job is not None
         run.kv_bytes = lacks * self.spec.kv_bytes_per_token
-        run.transfer = self.link.open(run.kv_bytes)
-        when(run.transfer.done, lambda: self._sent(run))
+        run.transfer = self.link.open(run.kv_bytes, lambda: self._sent(run))
         self._send(run, run.job.behind - run.main_hit)
 
     def _sent(self, run: _Run) -> None:
@@ -258,7 +253,7 @@ class System:
             self._host.look()
         overheads = self.spec.overheads
         link_s = overheads.link_busy_s if run.main.engine.num_jobs else overheads.link_s
-        when(self.env.timeout(self.spec.link.rtt_s / 2 + link_s), run.arrival.succeed)
+        run.arrival.succeed_in(self.spec.link.rtt_s / 2 + link_s)
 
     def _send(self, run: _Run, tokens: int) -> None:
         """Tokens of the prompt that main lacks and prefill has; none for those that main holds."""
@@ -328,7 +323,7 @@ class System:
             begun=run.transfer is not None,
         )
         if choose_completion(snapshot, self.spec.policy.background).complete:
-            self.env.process(self._complete(run))
+            begin(self._complete(run))
         else:
             if run.transfer is not None:
                 self.link.cancel(run.transfer)
@@ -340,7 +335,7 @@ class System:
         yield either(self.env, run.arrival, self.env.timeout(self.spec.policy.background.deadline_s))
         self._background -= 1
         self._background_bytes -= run.kv_bytes
-        if run.arrival.triggered:
+        if run.arrival.processed:
             run.main.cache.put(run.request.prompt.chain)
         elif run.transfer is not None:
             self.link.cancel(run.transfer)

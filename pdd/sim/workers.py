@@ -32,10 +32,18 @@ class Worker:
         self.rows = Places(env, spec.max_rows)
         self.pace = Ratio(_HALF_LIFE_TOKENS)
         self._host = host
+        self._load = WorkerLoad(name, role, True, 0, spec.max_rows)
         self.engine = SharedServer(env, self._prefill_pace if role == "prefill" else self._decode_pace)
-        self.prefill = PrefillEngine(env, spec, self.engine)
+        self.prefill = PrefillEngine(spec, self.engine)
         if host is not None:
             host.add(role, self.engine)
+
+    def load(self, prompt: Prompt) -> WorkerLoad:
+        """For the routing, which is asked for every request, while most workers are as they were."""
+        known = self.cache.peek_tokens(prompt.chain)
+        if (self._load.num_held, self._load.prefix_tokens) != (self.held, known):
+            self._load = WorkerLoad(self.name, self.role, True, self.held, self.spec.max_rows, known)
+        return self._load
 
     @property
     def _speed(self) -> float:
@@ -74,8 +82,7 @@ class Fleet:
         """Prefix affinity that yields to load. What a worker holds stands for what it was sent, which is what a coordinator remembers."""
         if len(self.workers) == 1:
             return self.workers[0]
-        loads = [WorkerLoad(w.name, self.role, True, w.held, w.spec.max_rows, w.cache.peek_tokens(prompt.chain)) for w in self.workers]
-        chosen = choose_worker(loads, self.role, limits=self._limits)
+        chosen = choose_worker([worker.load(prompt) for worker in self.workers], self.role, limits=self._limits)
         assert chosen is not None
         return self._by_name[chosen.name]
 

@@ -161,9 +161,20 @@ def _session(
         left[0] -= 1
         prompt = Prompt((*shared, (number, context)))
         answered = Prompt((*shared, (number, context + output)))
-        yield system.submit(Request("t", prompt, output, 4 * output, answer=answered), ended)
+        yield _answered(system, Request("t", prompt, output, 4 * output, answer=answered), ended)
         context += output
         yield system.env.timeout(float(rng.lognormal(np.log(workload.wait_s.median), workload.wait_s.sigma)))
+
+
+def _answered(system: System, request: Request, ended: Callable[[Outcome], None]) -> simpy.Event:
+    done = system.env.event()
+
+    def told(outcome: Outcome) -> None:
+        ended(outcome)
+        done.succeed()
+
+    system.submit(request, told)
+    return done
 
 
 def _skewed(system: System, workload: Skewed, seed: int, ended: Callable[[Outcome], None]) -> Steps:

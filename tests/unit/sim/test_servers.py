@@ -28,9 +28,9 @@ def _simulated(jobs: Jobs, serve: SharedServer | FairLink | ShortestLink, env: s
         if isinstance(serve, SharedServer):
             yield serve.add(work).done
         else:
-            transfer = serve.open(work)
-            serve.feed(transfer, work)
-            yield transfer.done
+            done = env.event()
+            serve.feed(serve.open(work, done.succeed), work)
+            yield done
         ends[index] = env.now
 
     for index, (arrival, work) in enumerate(jobs):
@@ -151,18 +151,19 @@ def test_who_leads_is_served_first() -> None:
 def test_a_transfer_waits_for_what_is_computed_and_lets_others_go_meanwhile(make: type[FairLink] | type[ShortestLink]) -> None:
     env = simpy.Environment()
     link = make(env, 2.0, None)
-    early, late = link.open(6.0), link.open(8.0)
+    early_done, late_done = env.event(), env.event()
+    early, late = link.open(6.0, early_done.succeed), link.open(8.0, late_done.succeed)
     link.feed(early, 2.0)
     link.feed(late, 8.0)
     env.run(until=4.0)  # 2 of early and 6 of late, in either order
     assert link.num_transfers == 2
-    env.run(until=late.done)
+    env.run(until=late_done)
     assert env.now == pytest.approx(5.0)
     link.feed(early, 4.0)
-    env.run(until=early.done)
+    env.run(until=early_done)
     assert env.now == pytest.approx(7.0)
     assert (link.queued_bytes, link.num_transfers, link.busy) == (0.0, 0, False)
-    gone = link.open(4.0)
+    gone = link.open(4.0, env.event().succeed)
     link.feed(gone, 4.0)
     env.run(until=7.5)
     link.cancel(gone)
