@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
+
+import grpc
+import grpc.aio
 
 from pdd.chaos.shapes import SHAPES, launch_config
 from pdd.chaos.traffic import Ask
@@ -20,8 +25,11 @@ from pdd.serving.request import GenerationRequest, Override
 from pdd.serving.text.model import TextModel
 from pddbridge.sampling_params import TokenRecord
 
+log = logging.getLogger(__name__)
+
 _WORKER = "prefill-0"
 _AT_ONCE = 4
+ATTEMPTS = 4
 # Logits of float32 engines differ in the last bits with the order of summation; two candidates that near are both right.
 TIE = 1e-3
 
@@ -62,7 +70,9 @@ class ExpectedAnswers:
 
             async def one(ask: Ask) -> Expected:
                 async with gate:
-                    ids = await single_engine_run(self._address, ask.prompt, ask.params(), tenant=f"{ask.salt}-{ask.number}")
+                    ids = await again_when_lost(
+                        partial(single_engine_run, self._address, ask.prompt, ask.params(), tenant=f"{ask.salt}-{ask.number}")
+                    )
                 return self._through_the_door(ask, ids)
 
             return list(await asyncio.gather(*map(one, asks)))
@@ -97,3 +107,18 @@ class ExpectedAnswers:
             kept.append(token_id)
             text += delta.text
         return Expected(tuple(kept), text, acceptor.finish_reason or "")
+
+
+async def again_when_lost(run: Callable[[], Awaitable[list[int]]]) -> list[int]:
+    """Runs again where the call was lost and not the request: on a machine that is busy enough a ping goes unanswered for seconds. Raises
+    what the last of a few attempts does.
+    """
+    attempt = 1
+    while True:
+        try:
+            return await run()
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE or attempt == ATTEMPTS:
+                raise
+            log.warning("the worker that says what is right was lost in attempt %d of %d: %s", attempt, ATTEMPTS, error.details())
+            attempt += 1
