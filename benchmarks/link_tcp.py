@@ -28,6 +28,7 @@ from pddbridge.kv_spec import HeadRange, KVSpec, LayerRange, TokenRange
 from pddbridge.kv_transfer import TransferFailed
 from pddbridge.kv_wire import FRAME_HEADER_BYTES
 from pddbridge.links.tcp import Handshake, KVSender, KVServer, SenderSettings
+from pddbridge.native.checksum import Checksum, fastest_checksum
 
 SPEC = KVSpec.gqa(32, 8, 128, "bfloat16")
 TOKENS = TokenRange(0, 4096)  # 537 MB
@@ -48,6 +49,14 @@ class Row:
     ratio: float
     frame_overhead: float
     target: float = TARGET
+
+
+def _checksum() -> Checksum:
+    """As workers have it."""
+    found, fallbacks = fastest_checksum(None)
+    if fallbacks:
+        print(f"the package's checksum: {', '.join(fallbacks)}")
+    return found
 
 
 async def _receive_raw(listener: socket.socket, num_bytes: int, num_connections: int) -> None:
@@ -72,7 +81,7 @@ async def _serve(pipe: Connection, rounds: int, num_connections: int) -> None:
     def failed(transfer_id: int, failure: TransferFailed) -> None:
         raise AssertionError(f"transfer {transfer_id}: {failure}")
 
-    server = KVServer(RECEIVER, place, lambda *_: None, failed)
+    server = KVServer(RECEIVER, place, lambda *_: None, failed, checksum=_checksum())
     for transfer_id in range(1, rounds + 1):
         server.expect(transfer_id, TOKENS)
     listener = socket.create_server(("127.0.0.1", 0))
@@ -129,7 +138,7 @@ async def _measure(rounds: int, num_connections: int) -> Row:
     rng = np.random.default_rng(0)
     shape = (32, PIECE_TOKENS, 8, 128)
     values = rng.integers(0, 1 << 16, shape, dtype=np.uint16).view(SPEC.np_dtype)
-    sender = KVSender(SENDER, SenderSettings(num_connections=num_connections))
+    sender = KVSender(SENDER, SenderSettings(num_connections=num_connections), checksum=_checksum())
     total = len(TOKENS) * SPEC.bytes_per_token
     raw_s, link_s, num_frames = [], [], 0
     for round_number in range(1, rounds + 1):

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
+
+from crc32c import crc32c
 
 from pdd.worker.kv_codecs import CodecChoice
 from pdd.worker.link_rules import SharedLinks
@@ -22,6 +24,7 @@ from pddbridge.links.nixl import NixlAgent, NixlSender, NixlServer
 from pddbridge.links.shm import ShmSender, ShmServer
 from pddbridge.links.stats import LinkStats
 from pddbridge.links.tcp import Handshake, KVSender, KVServer, OutgoingTransfer, SenderCounters, SenderSettings, ServerCounters
+from pddbridge.native.checksum import Checksum
 from pddbridge.tls import LinkTls
 
 logger = logging.getLogger(__name__)
@@ -58,7 +61,8 @@ class KVLinks:
     ``nixl``: a started agent, which its owner closes after this; None: no NIXL. ``codecs``: of pushes over TCP; None: all are raw.
     ``peers``: names of the workers whose KV is taken, those of the topology; None: anyone's. ``tls``: of the TCP link; shared memory
     never leaves this host and this user. ``remote``: names of the workers of other sites, to which TCP alone may be taken.
-    ``shared``: links behind which there are several of them; None: no two receivers share one.
+    ``shared``: links behind which there are several of them; None: no two receivers share one. ``checksum``: CRC32C, of what goes over TCP.
+    ``fallbacks``: those that were made before, by reason.
     """
 
     def __init__(
@@ -73,13 +77,16 @@ class KVLinks:
         tls: LinkTls | None = None,
         remote: Collection[str] = (),
         shared: SharedLinks | None = None,
+        checksum: Checksum = crc32c,
+        fallbacks: Mapping[str, int] | None = None,
     ) -> None:
         self._codecs = codecs or CodecChoice({}, ())
-        self._tcp_server = KVServer(handshake, place, complete, failed, codecs=self._codecs.taken, peers=peers, tls=tls)
+        taken = self._codecs.taken
+        self._tcp_server = KVServer(handshake, place, complete, failed, codecs=taken, peers=peers, tls=tls, checksum=checksum)
         self._shm_server = ShmServer(handshake, self._tcp_server.incoming, peers=peers)
         self._nixl_server = NixlServer(handshake, self._tcp_server.incoming, nixl, peers=peers) if nixl else None
         self._shared = shared or SharedLinks()
-        self._tcp = KVSender(handshake, SenderSettings(tls=tls), self._shared.rules)
+        self._tcp = KVSender(handshake, SenderSettings(tls=tls), self._shared.rules, checksum)
         self._remote = remote
         self._shm = ShmSender(handshake)
         self._nixl = NixlSender(handshake, nixl) if nixl else None
@@ -87,7 +94,7 @@ class KVLinks:
         self._offered: list[str] = []
         self._receivers: dict[tuple[str, int] | int, str] = {}  # by address over TCP, by epoch within a site
         self._num_opened: Counter[str] = Counter()
-        self._fallbacks: Counter[str] = Counter()
+        self._fallbacks: Counter[str] = Counter(fallbacks)
 
     async def start(self, host: str, port: int) -> int:
         """Listen for frames on every link that works here; returns the TCP port. Raises OSError when TCP does not."""

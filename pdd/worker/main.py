@@ -44,6 +44,7 @@ from pddbridge.fingerprint import fingerprint
 from pddbridge.give_way import give_way
 from pddbridge.links.nixl import NixlAgent, NixlError, installed
 from pddbridge.links.tcp import PROTOCOL_VERSION, Handshake
+from pddbridge.native.checksum import fastest_checksum
 from pddbridge.rpc.channel import bind, make_server, open_channel
 from pddbridge.rpc.gen import worker_pb2_grpc
 
@@ -135,7 +136,8 @@ async def _run(config: LaunchConfig, worker: WorkerConfig, topology_file: Path, 
         speeds = await asyncio.to_thread(measure_codecs, facts.kv_spec) if any(worker.site in link.between for link in config.links) else ()
         codecs = CodecChoice(neighbours.rules, speeds, codecs_taken(config, worker.site))
         handshake = Handshake(PROTOCOL_VERSION, semantic, facts.kv_spec, service.epoch, worker.name)
-        around = (neighbours.known, neighbours.link_tls, neighbours.remote, neighbours.shared)
+        checksum = await asyncio.to_thread(fastest_checksum, _compile_cache_dir(cache_dir, worker))
+        around = (neighbours.known, neighbours.link_tls, neighbours.remote, neighbours.shared, *checksum)
         traffic = KVTraffic(handshake, step_loop, await nixl, codecs, *around)
         try:
             await traffic.start(place.kv.host, place.kv.port)
@@ -209,6 +211,10 @@ async def _start_nixl(config: LaunchConfig, worker: WorkerConfig, epoch: int) ->
     return agent
 
 
+def _compile_cache_dir(cache_dir: Path, worker: WorkerConfig) -> str:
+    return str(cache_dir / "compiled" / worker.engine)
+
+
 def _engine_factory(config: LaunchConfig, worker: WorkerConfig, model_dir: Path, cache_dir: Path) -> Callable[[], Engine]:
     """Builds the engine, in the thread that calls it. The engine's environment is set before its framework is imported."""
     engine_config = EngineConfig(
@@ -221,7 +227,7 @@ def _engine_factory(config: LaunchConfig, worker: WorkerConfig, model_dir: Path,
         max_step_tokens=worker.max_step_tokens,
         max_rows=worker.max_rows,
         num_threads=worker.threads,
-        compile_cache_dir=str(cache_dir / "compiled" / worker.engine),
+        compile_cache_dir=_compile_cache_dir(cache_dir, worker),
         num_devices=worker.num_devices,
         run_ahead=worker.run_ahead == "on" or (worker.run_ahead == "auto" and worker.device != "cpu"),
     )

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+
+from crc32c import crc32c
 
 from pdd.errors import Code
 from pdd.worker import messages as m
@@ -25,6 +27,7 @@ from pddbridge.link_schedule import Priority
 from pddbridge.links.nixl import NixlAgent
 from pddbridge.links.slot_loans import Lend
 from pddbridge.links.tcp import Handshake, OutgoingTransfer, TransferFailed, TransferReport
+from pddbridge.native.checksum import Checksum
 from pddbridge.tls import LinkTls
 
 logger = logging.getLogger(__name__)
@@ -73,8 +76,8 @@ PushOutcome = Pushed | PushFailed
 
 
 class KVTraffic:
-    """The worker's receiving and sending ends. ``step_loop`` is the one whose engine's KV ``handshake`` describes. ``nixl``,
-    ``codecs``, ``peers``, ``tls``, ``remote`` and ``shared`` as :class:`KVLinks` says.
+    """The worker's receiving and sending ends. ``step_loop`` is the one whose engine's KV ``handshake`` describes. What
+    follows as :class:`KVLinks` says.
     """
 
     def __init__(
@@ -87,9 +90,12 @@ class KVTraffic:
         tls: LinkTls | None = None,
         remote: Collection[str] = (),
         shared: SharedLinks | None = None,
+        checksum: Checksum = crc32c,
+        fallbacks: Mapping[str, int] | None = None,
     ) -> None:
         self._step_loop = step_loop
-        self._links = KVLinks(handshake, self._place, self._complete, self._failed, nixl, codecs, peers, tls, remote, shared)
+        ends = (self._place, self._complete, self._failed)
+        self._links = KVLinks(handshake, *ends, nixl, codecs, peers, tls, remote, shared, checksum, fallbacks)
         self._owners: dict[int, str] = {}  # transfer id -> request id
         self._last_id = 0
 

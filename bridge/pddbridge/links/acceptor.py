@@ -12,6 +12,7 @@ from pddbridge.codecs import CodecId
 from pddbridge.kv_handshake import Handshake, HandshakeError, check_hello, parse_terms, refuse, welcome
 from pddbridge.kv_wire import WireError
 from pddbridge.links import tcp_io
+from pddbridge.links.intake import ConnectionClosedError
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class Acceptor:
             self.frames_refused += 1
             log.error("%s: connection from %s dropped: %s", self._what, address, error)
         except (OSError, TimeoutError) as error:
-            if not (isinstance(error, tcp_io.ConnectionClosedError) and error.clean):
+            if not (isinstance(error, ConnectionClosedError) and error.clean):
                 log.warning("%s: connection from %s broken: %r", self._what, address, error)
 
 

@@ -18,6 +18,7 @@ from typing import Final
 from pddbridge.kv_handshake import HANDSHAKE_HEADER_BYTES, decode_body, decode_message_header
 from pddbridge.kv_wire import WireError, WireFault
 from pddbridge.links import tcp_io
+from pddbridge.links.intake import ConnectionClosedError
 
 _BACKLOG: Final = 64
 _READ_AHEAD: Final = 64
@@ -116,7 +117,7 @@ async def records(sock: socket.socket, size: int) -> AsyncIterator[list[bytes]]:
     while True:
         count = await loop.sock_recv_into(sock, view[filled:])
         if count == 0:
-            raise tcp_io.ConnectionClosedError(clean=filled == 0)
+            raise ConnectionClosedError(clean=filled == 0)
         filled += count
         whole = filled - filled % size
         if whole:
@@ -139,7 +140,7 @@ async def _receive_with_fds(sock: socket.socket, size: int) -> tuple[bytes, list
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
     if not data:
-        raise tcp_io.ConnectionClosedError(clean=True)
+        raise ConnectionClosedError(clean=True)
     return data, fds.tolist()
 
 

@@ -15,6 +15,7 @@ from pddbridge.kv_sender import DueFrame, OutgoingFrame
 from pddbridge.kv_spec import KVSpec
 from pddbridge.kv_wire import Kind, NackReason, WireError, encode_frame_header
 from pddbridge.links import tcp_io
+from pddbridge.links.intake import Intake
 from pddbridge.links.outgoing import OutgoingTransfer
 
 log = logging.getLogger(__name__)
@@ -187,7 +188,7 @@ class Connection:
 
     async def _read(self) -> None:
         data = bytearray(NOTE_BYTES)
-        intake = tcp_io.Intake(self._sock)
+        intake = Intake(self._sock)
         while True:
             await intake.fill(memoryview(data))
             self._heard_at = self._loop.time()

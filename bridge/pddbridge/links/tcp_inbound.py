@@ -31,8 +31,10 @@ from pddbridge.links import tcp_io
 from pddbridge.links.coding import CodingThreads
 from pddbridge.links.frame_buffers import FrameBuffers
 from pddbridge.links.incoming import IncomingTransfers
+from pddbridge.links.intake import Intake
+from pddbridge.native.checksum import Checksum
 
-# An acknowledgement waits for more of its kind until so many frames wait for it, or for so long, or until no frame is being placed.
+# An acknowledgement waits for more of its kind until so many frames wait for it, for so long, or until no frame comes or is being placed.
 _GATHER_FRAMES: Final = 4
 _GATHER_S: Final = 0.005
 _HEARTBEAT_S: Final = 1.0
@@ -91,6 +93,7 @@ class InboundConnection:
         buffers: FrameBuffers,
         codecs: frozenset[CodecId],
         coding: CodingThreads,
+        checksum: Checksum,
         max_placing: int,
         idle_timeout_s: float,
     ) -> None:
@@ -100,12 +103,15 @@ class InboundConnection:
         self._buffers = buffers
         self._codecs = codecs
         self._coding = coding
+        self._checksum = checksum
         self._idle_timeout_s = idle_timeout_s
-        self._intake = tcp_io.Intake(sock)
+        self._intake = Intake(sock, ahead_bytes=FRAME_HEADER_BYTES)
         self._slots = asyncio.Semaphore(max_placing)
         self._sending = asyncio.Lock()
         self._arrivals = Arrivals()
+        self._more_comes = False
         self._news = asyncio.Event()
+        self._gathering: asyncio.TimerHandle | None = None
         self._refusals: deque[Note] = deque()
         self._discarded: bytearray | None = None
 
@@ -125,6 +131,7 @@ class InboundConnection:
         head = bytearray(FRAME_HEADER_BYTES)
         note, rest = memoryview(head)[:NOTE_BYTES], memoryview(head)[NOTE_BYTES:]
         while True:
+            num_waits = self._intake.num_waits
             await self._intake.fill(note)
             kind = check_prefix(note, (Kind.FRAME, Kind.ASK, Kind.STOP, Kind.PING))
             if kind is Kind.FRAME:
@@ -133,16 +140,18 @@ class InboundConnection:
             else:
                 await self._take_note(decode_note(note, (kind,)))
             # Bytes that are there already are read without yielding: let others have the loop between two messages.
-            await asyncio.sleep(0)
+            if self._intake.num_waits == num_waits:
+                await asyncio.sleep(0)
 
     async def _take_frame(self, header: FrameHeader) -> None:
+        self._more_comes = True
         await self._slots.acquire()
         block = None
         if self._incoming.wants(header):
             values = empty_values(header, self._spec, self._buffers.take)
             if header.codec is CodecId.RAW:
-                await self._intake.fill(payload_view(values), inside=True)
-                block = block_of(header, self._spec, values)
+                crc = await self._intake.fill(payload_view(values), inside=True, checksum=self._checksum)
+                block = block_of(header, self._spec, values, lambda _: crc)
             else:
                 payload = memoryview(bytearray(header.payload_bytes))
                 await self._intake.fill(payload, inside=True)
@@ -151,6 +160,7 @@ class InboundConnection:
         else:
             self._discarded = self._discarded or bytearray(MAX_PAYLOAD_BYTES)
             await self._intake.fill(memoryview(self._discarded)[: header.payload_bytes], inside=True)
+        self._more_comes = False
         self._incoming.receive(header, block, partial(self._answered, self._arrivals.add(header)))
 
     def _answered(self, arrival: _Arrival, reply: Reply) -> None:
@@ -159,7 +169,11 @@ class InboundConnection:
         self._arrivals.settle(arrival, placed=reply.reason is None)
         if reply.reason is not None:
             self._refusals.append(Note(Kind.NACK, reply.transfer_id, reply.epoch, reply.sequence, reply.reason))
-        self._news.set()
+        more_to_gather = (self._arrivals.num_unanswered or self._more_comes) and self._arrivals.num_gathered < _GATHER_FRAMES
+        if self._refusals or not more_to_gather:
+            self._news.set()
+        elif self._gathering is None:
+            self._gathering = asyncio.get_running_loop().call_later(_GATHER_S, self._news.set)
 
     async def _take_note(self, note: Note) -> None:
         match note.kind:
@@ -177,9 +191,10 @@ class InboundConnection:
     async def _acknowledge(self) -> None:
         while True:
             await self._news.wait()
-            if self._arrivals.num_unanswered and self._arrivals.num_gathered < _GATHER_FRAMES and not self._refusals:
-                await asyncio.sleep(_GATHER_S)
             self._news.clear()
+            if self._gathering is not None:
+                self._gathering.cancel()
+                self._gathering = None
             while self._refusals:
                 await self._send(encode_note(self._refusals.popleft()))
             if (last := self._arrivals.take()) is not None:
@@ -187,10 +202,11 @@ class InboundConnection:
 
     async def _beat(self) -> None:
         """Says something every second while frames come or are being placed. Raises TimeoutError when nothing came for very long."""
-        seen, idle_s = self._intake.num_bytes, 0.0
+        seen, idle_s = self._intake.num_arrived, 0.0
         while True:
             await asyncio.sleep(_HEARTBEAT_S)
-            moved, seen = self._intake.num_bytes != seen, self._intake.num_bytes
+            seen, before = self._intake.num_arrived, seen
+            moved = seen != before
             if moved or self._arrivals.num_unanswered:
                 idle_s = 0.0
                 await self._send(encode_note(Note(Kind.PONG, 0, 0, 0)))

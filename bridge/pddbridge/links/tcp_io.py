@@ -13,17 +13,10 @@ from typing import Final
 from pddbridge.kv_handshake import HANDSHAKE_HEADER_BYTES, MessageName, decode_body, decode_message_header
 from pddbridge.kv_wire import Kind
 from pddbridge.links import tls_io
+from pddbridge.links.intake import Intake
 
 _BACKLOG: Final = 64
 _Address = tuple[str | int, ...]
-
-
-class ConnectionClosedError(ConnectionError):
-    """The peer closed the connection; ``clean``: between two messages."""
-
-    def __init__(self, clean: bool) -> None:
-        super().__init__("closed by the peer" if clean else "closed by the peer inside a message")
-        self.clean = clean
 
 
 async def resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, _Address]]:
@@ -80,29 +73,6 @@ def prepare(sock: socket.socket) -> None:
 def hold_unsent(sock: socket.socket, num_bytes: int) -> None:
     """Take no more than about ``num_bytes`` that have not left; what has left and is not acknowledged does not count."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, num_bytes)
-
-
-class Intake:
-    """Reads a socket and counts what comes, so that one can see whether anything does."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.num_bytes = 0
-        self._sock = sock
-        self._loop = asyncio.get_running_loop()
-
-    async def fill(self, buffer: memoryview, inside: bool = False) -> None:
-        """Fill ``buffer``; ``inside``: it continues a message. Raises ConnectionClosedError or OSError."""
-        done, size = 0, len(buffer)
-        while done < size:
-            rest = buffer[done:] if done else buffer
-            if isinstance(self._sock, ssl.SSLSocket):
-                count = await tls_io.receive_some(self._sock, rest)
-            else:
-                count = await self._loop.sock_recv_into(self._sock, rest)
-            if count == 0:
-                raise ConnectionClosedError(clean=done == 0 and not inside)
-            done += count
-            self.num_bytes += count
 
 
 async def receive_into(sock: socket.socket, buffer: memoryview) -> None:

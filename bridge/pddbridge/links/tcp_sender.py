@@ -6,6 +6,8 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping
 
+from crc32c import crc32c
+
 from pddbridge.codecs import CodecId
 from pddbridge.kv_handshake import Handshake
 from pddbridge.kv_sender import Sender
@@ -16,16 +18,25 @@ from pddbridge.links.schedule import LinkRules, Priority
 from pddbridge.links.shared_link import SharedLink, frame_bytes
 from pddbridge.links.stats import LinkStats, SenderCounters
 from pddbridge.links.tcp_peer import Peer, SenderSettings
+from pddbridge.native.checksum import Checksum
 
 
 class KVSender:
     """Sends KV from one process. Connections to a receiver are kept between transfers and opened again when broken. ``links``: the rules of
-    links that several receivers share, by name; a receiver that is not said to be behind one has a link of its own.
+    links that several receivers share, by name; a receiver that is not said to be behind one has a link of its own. ``checksum``: of raw
+    payloads, CRC32C.
     """
 
-    def __init__(self, handshake: Handshake, settings: SenderSettings | None = None, links: Mapping[str, LinkRules] | None = None) -> None:
+    def __init__(
+        self,
+        handshake: Handshake,
+        settings: SenderSettings | None = None,
+        links: Mapping[str, LinkRules] | None = None,
+        checksum: Checksum = crc32c,
+    ) -> None:
         self._handshake = handshake
         self._settings = settings or SenderSettings()
+        self._checksum = checksum
         self._links = {name: SharedLink(rules) for name, rules in (links or {}).items()}
         self._peers: dict[tuple[str, int, int], Peer] = {}
         self._retired = SenderCounters()
@@ -79,7 +90,16 @@ class KVSender:
         codec = settings.codec if codec is None else codec
         largest = frame_bytes(peer.wire_bytes_s)
         machine = Sender(
-            spec, transfer_id, receiver_epoch, tokens, heads, settings.max_attempts, resume=resume, codec=codec, max_frame_bytes=largest
+            spec,
+            transfer_id,
+            receiver_epoch,
+            tokens,
+            heads,
+            settings.max_attempts,
+            lambda payload: self._checksum(payload, 0),
+            resume,
+            codec,
+            largest,
         )
         due_s = None if deadline_s is None else asyncio.get_running_loop().time() + deadline_s
         transfer = OutgoingTransfer(machine, peer.offer, settings.stall_timeout_s, on_acked, peer.stopped, priority, deadline_s=due_s)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+from crc32c import crc32c
+
 from pddbridge.codecs import CODECS, CodecId
 from pddbridge.kv_handshake import Handshake
 from pddbridge.kv_spec import TokenRange
@@ -19,6 +21,7 @@ from pddbridge.links.coding import CodingThreads
 from pddbridge.links.frame_buffers import FrameBuffers
 from pddbridge.links.incoming import Complete, Failed, IncomingTransfers, Place
 from pddbridge.links.tcp_inbound import InboundConnection
+from pddbridge.native.checksum import Checksum
 from pddbridge.tls import LinkTls, check_peer
 
 LOSSLESS: Final = frozenset(codec_id for codec_id, codec in CODECS.items() if codec.lossless)
@@ -47,7 +50,7 @@ class KVServer:
     At most ``max_placing`` frames (1 MiB each) per connection are in memory at once; then the connection is not read until one is placed.
     A connection on which nothing comes for ``idle_timeout_s`` is closed: senders keep theirs alive, so this one's is gone.
     ``codecs``: those of payloads that are taken, beside raw; a lossy one only if it is named here. ``peers``: names of the senders that are
-    taken; None: anyone's. ``tls``: senders prove their names with certificates; None: plaintext.
+    taken; None: anyone's. ``tls``: senders prove their names with certificates; None: plaintext. ``checksum``: of raw payloads, CRC32C.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class KVServer:
         codecs: Collection[CodecId] = LOSSLESS,
         peers: Collection[str] | None = None,
         tls: LinkTls | None = None,
+        checksum: Checksum = crc32c,
     ) -> None:
         self._peers = peers
         self._tls = tls
@@ -71,6 +75,7 @@ class KVServer:
         self._incoming = IncomingTransfers(handshake.kv_spec, handshake.epoch, place, complete, failed)
         self._buffers = FrameBuffers()
         self._coding = CodingThreads()
+        self._checksum = checksum
         self._codecs = frozenset({CodecId.RAW, *codecs})
         self._max_placing = max_placing
         self._acceptor = Acceptor("kv server", self._serve, max_connections)
@@ -147,4 +152,4 @@ class KVServer:
 
     def _inbound(self, sock: socket.socket) -> InboundConnection:
         spec, limits = self._handshake.kv_spec, (self._max_placing, self._idle_timeout_s)
-        return InboundConnection(sock, spec, self._incoming, self._buffers, self._codecs, self._coding, *limits)
+        return InboundConnection(sock, spec, self._incoming, self._buffers, self._codecs, self._coding, self._checksum, *limits)

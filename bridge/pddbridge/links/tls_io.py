@@ -11,16 +11,15 @@ import contextlib
 import os
 import socket
 import ssl
-from typing import Final, Literal
+from typing import Final
 
 from pddbridge.kv_handshake import HandshakeError
+from pddbridge.links.readiness import ready
 
 _LINGER_S: Final = 1.0
 _LINGER_READ_BYTES: Final = 1 << 14
 # Of alerts and of OpenSSL's own findings: trying again cannot help. Others, as for a record damaged on its way, may be mere bad luck.
 _FINAL: Final = ("CERTIFICATE", "UNKNOWN_CA", "ACCESS_DENIED", "PROTOCOL_VERSION")
-
-_Direction = Literal["in", "out"]
 
 
 def is_final(error: ssl.SSLError) -> bool:
@@ -61,7 +60,7 @@ async def receive_some(sock: ssl.SSLSocket, buffer: memoryview) -> int:
         try:
             return sock.recv_into(buffer)
         except ssl.SSLWantReadError:
-            await _ready(sock, "in")
+            await ready(sock, "in")
         except ssl.SSLWantWriteError:
             await asyncio.sleep(0.001)  # another task may wait for the descriptor to take more; this does not happen in TLS 1.3
 
@@ -73,7 +72,7 @@ async def send_all(sock: ssl.SSLSocket, data: memoryview | bytes) -> None:
         try:
             view = view[sock.send(view) :]
         except ssl.SSLWantWriteError:
-            await _ready(sock, "out")
+            await ready(sock, "out")
         except ssl.SSLWantReadError:
             await asyncio.sleep(0.001)  # as above
 
@@ -84,9 +83,9 @@ async def _shake_hands(sock: ssl.SSLSocket) -> ssl.SSLSocket:
             try:
                 sock.do_handshake()
             except ssl.SSLWantReadError:
-                await _ready(sock, "in")
+                await ready(sock, "in")
             except ssl.SSLWantWriteError:
-                await _ready(sock, "out")
+                await ready(sock, "out")
             else:
                 return sock
     except ssl.SSLError as error:
@@ -109,20 +108,4 @@ async def _linger(sock: ssl.SSLSocket) -> None:
                     if not os.read(sock.fileno(), _LINGER_READ_BYTES):
                         return
                 except BlockingIOError:
-                    await _ready(sock, "in")
-
-
-async def _ready(sock: ssl.SSLSocket, direction: _Direction) -> None:
-    loop, descriptor = asyncio.get_running_loop(), sock.fileno()
-    ready: asyncio.Future[None] = loop.create_future()
-
-    def wake() -> None:
-        if not ready.done():
-            ready.set_result(None)
-
-    add, remove = (loop.add_reader, loop.remove_reader) if direction == "in" else (loop.add_writer, loop.remove_writer)
-    add(descriptor, wake)
-    try:
-        await ready
-    finally:
-        remove(descriptor)
+                    await ready(sock, "in")

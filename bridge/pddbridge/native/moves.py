@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 
-from pddbridge.native_build import NativeUnavailableError, compiled
+from pddbridge.native.library import load
+from pddbridge.native_build import NativeUnavailableError
 
 # As in moves.cpp.
 MOVE: Final = np.dtype(
@@ -30,7 +29,7 @@ class NativeMoves:
     """Any thread. Raises NativeUnavailableError: see :func:`pddbridge.native_build.compiled`, also for ``cache_dir``."""
 
     def __init__(self, cache_dir: str | None) -> None:
-        self._moves = _load(cache_dir).pdd_moves
+        self._moves = load(cache_dir).pdd_moves
         self._moves.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int)
         self._moves.restype = None
 
@@ -48,8 +47,3 @@ def native_moves(cache_dir: str | None) -> tuple[NativeMoves | None, dict[str, i
         return NativeMoves(cache_dir), {}
     except NativeUnavailableError as error:
         return None, {error.reason: 1}
-
-
-@functools.cache
-def _load(cache_dir: str | None) -> ctypes.CDLL:
-    return compiled("kv-moves", Path(__file__).parent, (), cache_dir)

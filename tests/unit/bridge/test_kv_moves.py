@@ -94,7 +94,6 @@ def test_large_conversions_are_those_of_numpy(moves: NativeMoves, layout: str) -
 
 
 def test_a_machine_without_a_compiler_is_a_counted_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
-    native._load.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "which", lambda name: None)
         assert native_moves("not there") == (None, {NO_COMPILER: 1})

@@ -10,6 +10,7 @@ import pytest
 
 from pddbridge.kv_spec import TokenRange
 from pddbridge.links import tcp_io
+from pddbridge.links.intake import ConnectionClosedError
 from pddbridge.links.tcp import KVServer, Liveness, SenderSettings, TransferFailed
 from tests.support.cutting_proxy import Fault
 from tests.support.tcp_link import (
@@ -95,7 +96,7 @@ async def test_a_slow_receiver_is_not_taken_for_a_dead_one() -> None:
 async def test_a_connection_on_which_nothing_comes_any_more_is_closed() -> None:
     async with receiving(idle_timeout_s=1.0) as target:
         sock = await raw_connection(target.port)
-        with pytest.raises(tcp_io.ConnectionClosedError):
+        with pytest.raises(ConnectionClosedError):
             await asyncio.wait_for(tcp_io.receive(sock, 1), 5)
         sock.close()
         await eventually(lambda: target.server.counters.num_connections == 0)
