@@ -19,8 +19,7 @@ SealCause = Literal["one_shot", "catch_up", "covered", "bounded"]
 @dataclass(frozen=True)
 class OverlapRules:
     """``max_tokens``: of the relay while main decodes too; then it is sealed if main's delay is at most ``max_gap_s``, a gap taken into the
-    bargain; beyond, the relay goes on, for the stall would be longer · ``pace``: a gap of up to so many times the relay's ITL is none, nor
-    is one of main's ITL, which is what follows.
+    bargain; beyond, the relay goes on, for the stall would be longer · ``pace``: a gap of up to so many times the ITL is none.
     """
 
     max_tokens: int
@@ -37,7 +36,9 @@ class HandoffSnapshot:
 
     Of an overlap: ``overlap_tokens``: accepted from the relay since main decodes too, None before · ``main_delay_s``: from the
     acceptance of a token to main's proposal of the next, as measured on positions the relay was first with; None until main has proposed ·
-    ``cover_s``: for how long the reader is supplied with what is accepted · ``relay_itl_s``, ``main_itl_s``: medians, None until measured.
+    ``usual_delay_s``: what that rarely exceeded in earlier overlaps, None until there were any · ``cover_s``: for how long the reader is
+    supplied with what is accepted · ``relay_itl_s``: the median of its latest gaps · ``steady_itl_s``: see :func:`reader_interval_s`; None
+    until measured.
     """
 
     log_tokens: int
@@ -49,9 +50,10 @@ class HandoffSnapshot:
     behind_before: int | None
     overlap_tokens: int | None = None
     main_delay_s: float | None = None
+    usual_delay_s: float | None = None
     cover_s: float = 0.0
     relay_itl_s: float | None = None
-    main_itl_s: float | None = None
+    steady_itl_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -120,11 +122,18 @@ def next_action(mode: HandoffMode, catch_up_chunk: int, overlap: OverlapRules, s
     return SealRelay(mode)
 
 
-def unseen_gap_s(pace: float, relay_itl_s: float | None, main_itl_s: float | None) -> float:
-    """The gap that shows no handoff, and how far apart tokens go to the reader meanwhile: a little more than the relay's, or as main's
-    are. The slower main is, the fewer tokens both have to make.
+def reader_interval_s(pace: float, relay_itl_s: float | None, steady_itl_s: float | None) -> float:
+    """How far apart tokens go to the reader while both decode, which is also the gap that shows no handoff.
+
+    ``relay_itl_s``: as it is now · ``steady_itl_s``: of the slower of both workers, over all requests and some thousand tokens: what the
+    reader gets as a rule. The interval is a little more than the relay's ITL, so that something is held back, but no less than the steady
+    one and a little more than it at most: where the relay is slow for a moment its gaps are seen, and one as long again would be, too.
     """
-    return 0.0 if relay_itl_s is None else max(pace * relay_itl_s, main_itl_s or 0.0)
+    if relay_itl_s is None:
+        return steady_itl_s or 0.0
+    if steady_itl_s is None:
+        return pace * relay_itl_s
+    return min(max(pace * relay_itl_s, steady_itl_s), pace * steady_itl_s)
 
 
 def _next_in_overlap(rules: OverlapRules, snapshot: HandoffSnapshot, overlap_tokens: int) -> HandoffAction:
@@ -132,7 +141,8 @@ def _next_in_overlap(rules: OverlapRules, snapshot: HandoffSnapshot, overlap_tok
         return Overlap(snapshot.sent_tokens)
     if not snapshot.relay_proposes or snapshot.seal_sent or snapshot.main_delay_s is None:
         return Wait()
-    if snapshot.main_delay_s - snapshot.cover_s <= _SURE * unseen_gap_s(rules.pace, snapshot.relay_itl_s, snapshot.main_itl_s):
+    delay_s = max(snapshot.main_delay_s, snapshot.usual_delay_s or 0.0)
+    if delay_s - snapshot.cover_s <= _SURE * reader_interval_s(rules.pace, snapshot.relay_itl_s, snapshot.steady_itl_s):
         return SealRelay("covered")
     if overlap_tokens >= rules.max_tokens and snapshot.main_delay_s <= rules.max_gap_s:
         return SealRelay("bounded")

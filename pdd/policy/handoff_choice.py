@@ -18,7 +18,7 @@ HandoffReason = Literal["forced", "relay_limited", "relay_crowded", "gap_hidden"
 @dataclass(frozen=True)
 class HandoffChoiceRules:
     """``catch_up_chunk``: log tokens that main ingests at once · ``crowded_share``: of the relay's rows; from there on it is short of them
-    · ``crowded_gap_s``: the gap up to which a crowded relay is sealed at once · ``hidden_itls``: a gap of up to so many times the relay's
+    · ``crowded_gap_s``: the gap up to which a crowded relay is sealed at once · ``hidden_itls``: a gap of up to so many times the steady
     ITL does not show.
     """
 
@@ -31,8 +31,10 @@ class HandoffChoiceRules:
 @dataclass(frozen=True)
 class HandoffChoiceSnapshot:
     """``backlog_tokens``: of the log, all of which main lacks · ``relay_running`` of ``relay_capacity`` rows are taken, this request's
-    too · ``relay_stops_by_itself``: it was opened with a limit · ``rtt_s``: round trip to main · ``extend_s_per_token``: what main takes
-    per ingested token, None until measured · ``relay_itl_s``, ``main_itl_s``: medians, None until measured.
+    too · ``relay_stops_by_itself``: it was opened with a limit · ``rtt_s``: round trip to main · ``main_is_alone``: it runs nothing but
+    this request · ``extend_s_per_token``: what main takes per ingested token, None until measured · ``main_itl_s``: the median of its
+    latest gaps · ``steady_itl_s``: of the slower of both over some thousand tokens, which is what the reader gets as a rule, however slow
+    the relay may be just now; None until measured.
     """
 
     backlog_tokens: int
@@ -40,9 +42,10 @@ class HandoffChoiceSnapshot:
     relay_capacity: int
     relay_stops_by_itself: bool
     rtt_s: float
+    main_is_alone: bool
     extend_s_per_token: float | None
-    relay_itl_s: float | None
     main_itl_s: float | None
+    steady_itl_s: float | None
 
 
 @dataclass(frozen=True)
@@ -56,14 +59,16 @@ class HandoffDecision:
 
 
 def predict_gap_s(snapshot: HandoffChoiceSnapshot) -> float | None:
-    """Gap of a one-shot handoff: a round trip, and what main takes for the backlog, which it has to read before it can propose.
+    """Gap of a one-shot handoff, at worst: a round trip, the step that main has just begun for others, and what it takes for the backlog,
+    which it has to read before it can propose.
 
     A step takes main no less than its ITL, however few its tokens.
     """
     if snapshot.main_itl_s is None and snapshot.extend_s_per_token is None:
         return None
     extend_s = snapshot.backlog_tokens * (snapshot.extend_s_per_token or 0.0)
-    return snapshot.rtt_s + max(extend_s, snapshot.main_itl_s or 0.0)
+    step_s = snapshot.main_itl_s or 0.0
+    return snapshot.rtt_s + (0.0 if snapshot.main_is_alone else step_s) + max(extend_s, step_s)
 
 
 def choose_handoff(forced: HandoffMode | None, snapshot: HandoffChoiceSnapshot, rules: HandoffChoiceRules) -> HandoffDecision:
@@ -85,7 +90,7 @@ def choose_handoff(forced: HandoffMode | None, snapshot: HandoffChoiceSnapshot, 
         return decide("one_shot" if bearable else "catch_up", "relay_crowded", why)
     if far_behind:
         return decide("overlap", "backlog", f"more than {rules.catch_up_chunk} tokens are to be caught up with first")
-    measured = gap_s is not None and snapshot.relay_itl_s is not None and snapshot.main_itl_s is not None
-    if measured and gap_s is not None and snapshot.relay_itl_s is not None and gap_s <= rules.hidden_itls * snapshot.relay_itl_s:
-        return decide("one_shot", "gap_hidden", f"the gap is within {rules.hidden_itls:g} ITLs of {snapshot.relay_itl_s:.3f} s")
+    steady_s = snapshot.steady_itl_s
+    if gap_s is not None and snapshot.main_itl_s is not None and steady_s is not None and gap_s <= rules.hidden_itls * steady_s:
+        return decide("one_shot", "gap_hidden", f"the gap is within {rules.hidden_itls:g} ITLs of {steady_s:.3f} s")
     return decide("overlap", "gap_shows", "a gap would show")

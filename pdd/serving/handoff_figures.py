@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import median
+
+from pdd.policy.estimates import Spread
 
 _GAPS = 64
 _EXTENDS = 16
 # Below this many tokens an extend costs what the step costs, not what its tokens do.
 _MIN_EXTEND_TOKENS = 8
+# What is usual changes over minutes: so many gaps are half a minute of ten requests at 15 tokens a second, so many delays forty handoffs.
+_STEADY_HALF_LIFE = 4096
+_DELAY_HALF_LIFE = 256
+# Of main's delays, this share is to be covered.
+_USUAL = 0.95
 
 
 def _gaps() -> deque[float]:
     return deque(maxlen=_GAPS)
+
+
+def _steady() -> Spread:
+    return Spread(_STEADY_HALF_LIFE)
+
+
+def _delays() -> Spread:
+    return Spread(_DELAY_HALF_LIFE)
 
 
 def _extends() -> deque[float]:
@@ -24,17 +40,25 @@ def _extends() -> deque[float]:
 class _WorkerFigures:
     gaps_s: deque[float] = field(default_factory=_gaps)
     extend_s_per_token: deque[float] = field(default_factory=_extends)
+    steady: Spread = field(default_factory=_steady)
+    delays: Spread = field(default_factory=_delays)
 
 
 class HandoffFigures:
-    """Medians; None until something was measured."""
+    """Medians, unless it says otherwise; None until something was measured."""
 
     def __init__(self) -> None:
         self._workers: dict[str, _WorkerFigures] = {}
 
     def gap(self, worker: str, gap_s: float) -> None:
         """Between two tokens of one request, both of ``worker``."""
-        self._of(worker).gaps_s.append(gap_s)
+        figures = self._of(worker)
+        figures.gaps_s.append(gap_s)
+        figures.steady.observe(gap_s)
+
+    def delay(self, worker: str, delay_s: float) -> None:
+        """In an overlap: from the acceptance of a relay's token to ``worker``'s proposal of the next."""
+        self._of(worker).delays.observe(delay_s)
 
     def ingest(self, worker: str, num_tokens: int, took_s: float) -> None:
         """``took_s``: from sending them to hearing that they are there, less a round trip."""
@@ -42,8 +66,17 @@ class HandoffFigures:
             self._of(worker).extend_s_per_token.append(max(0.0, took_s) / num_tokens)
 
     def itl_s(self, worker: str) -> float | None:
+        """As it is now."""
         gaps = self._of(worker).gaps_s
         return median(gaps) if gaps else None
+
+    def steady_itl_s(self, workers: Iterable[str]) -> float | None:
+        """As it has been for minutes, of the slowest of them."""
+        return max((itl_s for name in workers if (itl_s := self._of(name).steady.quantile_s(0.5)) is not None), default=None)
+
+    def usual_delay_s(self, worker: str) -> float | None:
+        """What nearly all delays of late did not exceed."""
+        return self._of(worker).delays.quantile_s(_USUAL)
 
     def extend_s_per_token(self, worker: str) -> float | None:
         costs = self._of(worker).extend_s_per_token

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from statistics import median
 
-from pdd.policy.handoff import Commit, HandoffSnapshot, IngestChunk, Overlap, OverlapRules, SealRelay, Wait, next_action, unseen_gap_s
+from pdd.policy.handoff import Commit, HandoffSnapshot, IngestChunk, Overlap, OverlapRules, SealRelay, Wait, next_action, reader_interval_s
 from pdd.policy.handoff_choice import HandoffChoiceRules, HandoffChoiceSnapshot, HandoffDecision, HandoffReason, choose_handoff
 from pdd.policy_config import PolicyConfig
 from pdd.serving.handoff_figures import HandoffFigures
@@ -62,6 +62,7 @@ class HandoffRun:
         self._race: OverlapRace | None = None
         self._race_end = ""
         self._main_name: str | None = None
+        self._relay_name: str | None = None
         self._reason: HandoffReason = "forced"
         self._seal_is_moot = False
         self._relay_gaps_s: deque[float] = deque(maxlen=32)
@@ -95,6 +96,7 @@ class HandoffRun:
                 relay.stream.seal()
                 self.seal_deadline = self._clock() + SEAL_TIMEOUT_S
                 self._race_end = action.cause
+                self._timeline.handoff_cover_s = self._delivery.cover_s
             elif isinstance(action, Overlap):
                 if self._race is None:
                     self._race, self._race_end = OverlapRace(len(log_ids), self._clock()), ""
@@ -124,9 +126,10 @@ class HandoffRun:
             self._metrics.handoff_rewinds.inc()
         return counts
 
-    def accepted(self, holder: Holder) -> float | None:
-        """A token of ``holder`` was accepted. Main's first ends the handoff. Returns the seconds since its token before this one, None
-        if there was none or another's was accepted since.
+    def accepted(self, holder: Holder, main: Holder | None) -> float | None:
+        """A token of ``holder`` was accepted. Main's first ends the handoff. ``main``: who is to take over once its KV is there, None where
+        nobody is, or not before the end. Returns the seconds since ``holder``'s token before this one, None if there was none or another's
+        was accepted since.
         """
         now, gap_s = self._clock(), None
         if self._last_token is not None and self._last_token[0] is holder:
@@ -137,9 +140,14 @@ class HandoffRun:
         self._last_token = (holder, now)
         if holder.part == "main":
             self._taken_over()
-        elif self._race is not None:
-            self._race.accepted(now)
-            self._pace()
+        else:
+            self._relay_name = holder.worker.name
+            if self._race is not None:
+                self._race.accepted(now)
+                self._pace()
+            elif main is not None:
+                self._main_name = main.worker.name
+                self._lay_by()
         return gap_s
 
     def ingested(self, main: Holder, length: int) -> None:
@@ -178,6 +186,7 @@ class HandoffRun:
         self.committed = False
         if self._race is not None:
             self._end_race("main_lost")
+        self._delivery.catch_up()
 
     def main_opened_with(self, log_ids: Sequence[int]) -> None:
         """Main was opened with the log as it stands and decodes by itself."""
@@ -208,29 +217,53 @@ class HandoffRun:
     def _taken_over(self) -> None:
         """The relay, which could have resumed until now, is not needed any more."""
         self.seal_deadline = None
+        timeline = self._timeline
+        if timeline.handoff_done_s is None and timeline.handoff_start_s is not None:
+            timeline.handoff_left_s = self._delivery.cover_s
+            if timeline.handoff_cover_s is None:
+                timeline.handoff_cover_s = timeline.handoff_left_s
         if self._race is not None:
             self._end_race(self._race_end or ("relay_stopped" if self.relay_sealed else "main_first"))
-        timeline = self._timeline
+        self._delivery.catch_up()
         if timeline.handoff_start_s is not None and timeline.handoff_done_s is None:
             timeline.handoff_done_s = timeline.now_s()
             self._metrics.handoffs.labels(timeline.handoff, self._reason).inc()
             self._metrics.handoff_s.observe(timeline.handoff_done_s - timeline.handoff_start_s)
 
     def _end_race(self, end: str) -> None:
+        if self._race is not None and self._main_name is not None:
+            for delay_s in self._race.delays_s:
+                self._figures.delay(self._main_name, delay_s)
         self._race = None
         self._race_end = ""
         self._metrics.overlaps.labels(end).inc()
-        self._delivery.catch_up()
 
     def _pace(self) -> None:
-        interval_s = unseen_gap_s(self._overlap_rules.pace, self._relay_itl_s(), self._main_itl_s())
+        interval_s = reader_interval_s(self._overlap_rules.pace, self._relay_itl_s(), self._steady_itl_s())
         if interval_s > 0 and self._overlap_rules.pace > 1 and not self.seal_sent:
             self._delivery.slow_to(interval_s, self._max_cover_s)
+
+    def _lay_by(self) -> None:
+        """Main's KV is under way. The reader gets the relay's tokens no faster than tokens come as a rule, which is how they will come from
+        main, until as much is in hand as main will be late by.
+        """
+        steady_s, usual_s = self._steady_itl_s(), self._usual_delay_s()
+        may = self._forced in (None, "overlap") and self.relay_limit is None and not self.seal_sent
+        if may and self._overlap_rules.pace > 1 and steady_s is not None and usual_s is not None:
+            self._delivery.slow_to(steady_s, usual_s)
 
     def _relay_itl_s(self) -> float | None:
         if len(self._relay_gaps_s) >= _OWN_GAPS:
             return median(self._relay_gaps_s)
         return None if self._last_token is None else self._figures.itl_s(self._last_token[0].worker.name)
+
+    def _steady_itl_s(self) -> float | None:
+        return self._figures.steady_itl_s(name for name in (self._main_name, self._relay_name) if name is not None)
+
+    def _usual_delay_s(self) -> float | None:
+        """What main's delay rarely exceeds, as far as it may be covered at all."""
+        usual_s = None if self._main_name is None else self._figures.usual_delay_s(self._main_name)
+        return None if usual_s is None else min(usual_s, self._max_cover_s)
 
     def _main_itl_s(self) -> float | None:
         return None if self._main_name is None else self._figures.itl_s(self._main_name)
@@ -247,9 +280,10 @@ class HandoffRun:
             behind_before=self._behind_before,
             overlap_tokens=None if race is None else race.num_relayed,
             main_delay_s=None if race is None else race.delay_s(self._clock()),
+            usual_delay_s=self._usual_delay_s(),
             cover_s=self._delivery.cover_s,
             relay_itl_s=self._relay_itl_s(),
-            main_itl_s=self._main_itl_s(),
+            steady_itl_s=self._steady_itl_s(),
         )
 
     def _choice_snapshot(self, main: Holder, relay: Holder | None, log_tokens: int) -> HandoffChoiceSnapshot:
@@ -259,9 +293,10 @@ class HandoffRun:
             relay_capacity=1 if relay is None else max(1, relay.worker.info.max_rows),
             relay_stops_by_itself=self.relay_limit is not None,
             rtt_s=main.worker.rtt_s,
+            main_is_alone=main.worker.num_held <= 1,
             extend_s_per_token=self._figures.extend_s_per_token(main.worker.name),
-            relay_itl_s=self._relay_itl_s(),
             main_itl_s=self._main_itl_s(),
+            steady_itl_s=self._steady_itl_s(),
         )
 
 

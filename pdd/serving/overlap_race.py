@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
 # So many of main's latest delays count, the worst of them.
@@ -12,15 +11,16 @@ _LATEST = 3
 class OverlapRace:
     """From the moment main is told to decode while the relay does, until main is first or lost. All times are of one monotonic clock.
 
-    ``num_duplicates``: main's proposals that the relay was first with · ``num_rewinds``: those that differed, each time main is rewound.
+    ``num_duplicates``: main's proposals that the relay was first with · ``num_rewinds``: those that differed, each time main is rewound ·
+    ``delays_s``: from the acceptance of a token to main's proposal of the next, whoever was first with that.
     """
 
     def __init__(self, log_tokens: int, now_s: float) -> None:
         self.num_duplicates = 0
         self.num_rewinds = 0
+        self.delays_s: list[float] = []
         self._start = log_tokens
         self._accepted_s = [now_s]  # of positions from start - 1 on; main could not know that one before now
-        self._delays_s: deque[float] = deque(maxlen=_LATEST)
         self._last_proposal_s = now_s
         self._left_at: int | None = None
 
@@ -39,11 +39,11 @@ class OverlapRace:
         """
         if self._left_at is not None:
             return False
+        if self._start <= position <= len(log_ids):
+            self.delays_s.append(now_s - self._accepted_s[position - self._start])
         if position >= len(log_ids):
             return True
         self._last_proposal_s = now_s
-        if position >= self._start:
-            self._delays_s.append(now_s - self._accepted_s[position - self._start])
         if log_ids[position] != token_id:
             self._left_at = position
             self.num_rewinds += 1
@@ -60,6 +60,6 @@ class OverlapRace:
         """From the acceptance of a token to main's proposal of the next: the worst of late. A main that has fallen silent is at least as
         late as that lasts. None before there are so many: one may have been lucky.
         """
-        if len(self._delays_s) < _LATEST:
+        if len(self.delays_s) < _LATEST:
             return None
-        return max(*self._delays_s, now_s - self._last_proposal_s)
+        return max(*self.delays_s[-_LATEST:], now_s - self._last_proposal_s)

@@ -57,7 +57,9 @@ class PacedDelivery:
             self._pump()
 
     def slow_to(self, interval_s: float, max_cover_s: float) -> None:
-        """From now on tokens go out at least ``interval_s`` apart, as long as ``cover_s`` stays within ``max_cover_s``."""
+        """From now on tokens go out at least ``interval_s`` apart, until those that are held back last for ``max_cover_s``; then one goes
+        for each that comes.
+        """
         self._interval_s, self._max_cover_s, self._factor = interval_s, max_cover_s, 1.0
         self._pump()
 
@@ -87,7 +89,7 @@ class PacedDelivery:
     def _may_go(self) -> bool:
         if self._last_s is None or self._clock() >= self._last_s + self._interval_s:
             return True
-        return self._factor == 1 and self.cover_s > self._max_cover_s
+        return self._factor == 1 and (len(self._held) - 1) * self._interval_s > self._max_cover_s
 
     def _let_go(self) -> None:
         self._last_s = self._clock()

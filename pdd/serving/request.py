@@ -82,6 +82,8 @@ class Timeline:
     handoff_reason: str = ""
     handoff_predicted_gap_s: float | None = None
     handoff_gap_s: float | None = None
+    handoff_cover_s: float | None = None
+    handoff_left_s: float | None = None
     handoff_duplicates: int = 0
     handoff_rewinds: int = 0
 

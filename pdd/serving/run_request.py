@@ -172,7 +172,7 @@ class RequestRun:
                 continue
             parts.timeline.accepted(delta.origin)
             parts.context.metrics.generation_tokens.labels(delta.origin).inc()
-            gap_s = parts.handoff.accepted(holder)
+            gap_s = parts.handoff.accepted(holder, None if parts.deferred else parts.main)
             if gap_s is not None and delta.origin == "relay":
                 parts.context.learned.relay_s.observe(gap_s, 1)
             if holder is parts.main and parts.relay is not None:

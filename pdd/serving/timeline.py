@@ -16,7 +16,8 @@ class TimelineRecorder:
     """``clock``: seconds, monotonic. All ``*_s`` attributes are seconds since construction, None until they happen, but for
     ``kv_s``: from the start of prefill until main had its KV. ``transfer``, ``transfer_reason``: see
     :mod:`pdd.policy.outcomes` and :mod:`pdd.policy.completion`. ``redecision``: why the pipeline was changed after all.
-    ``handoff_gap_s``: the largest between two delivered tokens, from the start of the handoff to main's first.
+    ``handoff_gap_s``: the largest between two delivered tokens, from the start of the handoff to main's first · ``handoff_cover_s``,
+    ``handoff_left_s``: for how long the reader was supplied when the relay was asked to stop, and when main's first token was there.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -47,6 +48,8 @@ class TimelineRecorder:
     handoff_reason: str = ""
     handoff_predicted_gap_s: float | None = None
     handoff_gap_s: float | None = None
+    handoff_cover_s: float | None = None
+    handoff_left_s: float | None = None
     handoff_duplicates: int = 0
     handoff_rewinds: int = 0
 
@@ -114,6 +117,8 @@ class TimelineRecorder:
             handoff_reason=self.handoff_reason,
             handoff_predicted_gap_s=self.handoff_predicted_gap_s,
             handoff_gap_s=self.handoff_gap_s,
+            handoff_cover_s=self.handoff_cover_s,
+            handoff_left_s=self.handoff_left_s,
             handoff_duplicates=self.handoff_duplicates,
             handoff_rewinds=self.handoff_rewinds,
         )

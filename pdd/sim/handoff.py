@@ -48,9 +48,10 @@ class Handoff:
             relay_capacity=relay.spec.max_rows,
             relay_stops_by_itself=False,
             rtt_s=self._rtt_s,
+            main_is_alone=main.engine.num_jobs == 0,
             extend_s_per_token=cost.extend_token_s,
-            relay_itl_s=itl_s,
             main_itl_s=main_s,
+            steady_itl_s=max(itl_s, main_s),
         )
         mode = choose_handoff(self._forced, snapshot, self._choice).mode
         slowdown = main_s / cost.step(main.engine.num_jobs + 1, main.engine.weight + context)

@@ -120,11 +120,14 @@ class ModelWorker:
 
 @dataclass
 class Race:
-    """``differs``: log positions at which main would choose otherwise. ``delivered``: what the reader has, with when."""
+    """``differs``: log positions at which main would choose otherwise. ``figures``: of earlier races. ``delivered``: what the reader has,
+    with when.
+    """
 
     differs: frozenset[int]
     max_tokens: int = 30
     policy: PolicyConfig = field(default_factory=lambda: PolicyConfig(handoff="overlap", catch_up_chunk=4))
+    figures: HandoffFigures = field(default_factory=HandoffFigures)
 
     def __post_init__(self) -> None:
         self.clock = HandClock()
@@ -135,7 +138,7 @@ class Race:
         self.acceptor = Acceptor(request, None)
         self.timeline = TimelineRecorder(clock=self.clock)
         self.metrics = Metrics()
-        self.run = HandoffRun(request.override, self.policy, HandoffFigures(), self.metrics, self.timeline, delivery, self.clock)
+        self.run = HandoffRun(request.override, self.policy, self.figures, self.metrics, self.timeline, delivery, self.clock)
         self.delivery = delivery
         self.workers: dict[Part, ModelWorker] = {
             "relay": ModelWorker(relay_token, True, self.max_tokens),
@@ -204,7 +207,7 @@ class Race:
             assert record.token_id == self.workers[part].token(before), "it rests on the log as it is"
             self.origins.append(part)
             self.timeline.accepted(part)
-            self.run.accepted(holder)
+            self.run.accepted(holder, self.holders["main"])
             if part == "main":
                 self.holders["relay"] = None
             self.delivery.push(delta)

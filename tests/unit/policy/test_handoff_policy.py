@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdd.policy.handoff import Commit, HandoffSnapshot, IngestChunk, Overlap, OverlapRules, SealRelay, Wait, next_action
+from pdd.policy.handoff import Commit, HandoffSnapshot, IngestChunk, Overlap, OverlapRules, SealRelay, Wait, next_action, reader_interval_s
 from pdd.policy.handoff_choice import HandoffChoiceRules, HandoffChoiceSnapshot, choose_handoff, predict_gap_s
 
 CHOICE = HandoffChoiceRules(catch_up_chunk=64, crowded_share=0.75, crowded_gap_s=0.5, hidden_itls=1.5)
 RULES = OverlapRules(max_tokens=10, max_gap_s=2.0, pace=1.25)
-# A relay with room, main far away, both measured: 20 ms and 25 ms per token, 2 ms per ingested one.
-USUAL = HandoffChoiceSnapshot(10, 2, 8, False, 0.1, 0.002, 0.02, 0.025)
+# A relay with room, main far away: 20 ms a token as a rule, 25 just now, 2 ms per ingested one.
+USUAL = HandoffChoiceSnapshot(10, 2, 8, False, 0.1, True, 0.002, 0.025, 0.02)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,10 @@ USUAL = HandoffChoiceSnapshot(10, 2, 8, False, 0.1, 0.002, 0.02, 0.025)
         (None, {"rtt_s": 0.004}, "one_shot", "gap_hidden"),
         (None, {"rtt_s": 0.006}, "overlap", "gap_shows"),
         (None, {"rtt_s": 0.004, "backlog_tokens": 20}, "overlap", "gap_shows"),
-        (None, {"rtt_s": 0.0, "relay_itl_s": None}, "overlap", "gap_shows"),
+        # main has a step under way for others, of 25 ms
+        (None, {"rtt_s": 0.004, "main_is_alone": False}, "overlap", "gap_shows"),
+        (None, {"rtt_s": 0.004, "main_is_alone": False, "steady_itl_s": 0.04}, "one_shot", "gap_hidden"),
+        (None, {"rtt_s": 0.0, "steady_itl_s": None}, "overlap", "gap_shows"),
         (None, {"rtt_s": 0.0, "main_itl_s": None}, "overlap", "gap_shows"),
         (None, {"relay_running": 5}, "overlap", "gap_shows"),
         (None, {"relay_running": 6}, "one_shot", "relay_crowded"),
@@ -51,6 +54,7 @@ def test_mode_and_reason(forced: str | None, changes: dict[str, object], mode: s
 def test_the_predicted_gap_is_a_round_trip_and_what_main_computes() -> None:
     assert predict_gap_s(USUAL) == pytest.approx(0.1 + 0.025)
     assert predict_gap_s(replace(USUAL, backlog_tokens=50)) == pytest.approx(0.1 + 0.1)
+    assert predict_gap_s(replace(USUAL, main_is_alone=False)) == pytest.approx(0.1 + 0.025 + 0.025)
     assert predict_gap_s(replace(USUAL, main_itl_s=None, extend_s_per_token=None)) is None
     assert choose_handoff(None, USUAL, CHOICE).predicted_gap_s == pytest.approx(0.125)
     assert "10 tokens behind, one-shot gap 0.125 s" in choose_handoff(None, USUAL, CHOICE).text
@@ -65,9 +69,11 @@ def test_the_predicted_gap_is_a_round_trip_and_what_main_computes() -> None:
         ({"cover_s": 0.181}, SealRelay("covered")),  # 0.2 s of delay, 25 ms between tokens are no gap, and 20 are sure
         ({"cover_s": 0.179}, Wait()),
         ({"main_delay_s": 0.02}, SealRelay("covered")),
-        ({"main_itl_s": 0.06, "cover_s": 0.153}, SealRelay("covered")),  # gaps of 60 ms are what main's tokens come with
-        ({"main_itl_s": 0.06, "cover_s": 0.151}, Wait()),
-        ({"main_itl_s": 0.01, "cover_s": 0.179}, Wait()),  # a fast main takes nothing off what the relay's pace allows
+        ({"steady_itl_s": 0.06, "cover_s": 0.153}, SealRelay("covered")),  # gaps of 60 ms are what tokens come with as a rule
+        ({"steady_itl_s": 0.06, "cover_s": 0.151}, Wait()),
+        ({"usual_delay_s": 0.3, "cover_s": 0.279}, Wait()),  # it was quick three times; as a rule it is not
+        ({"usual_delay_s": 0.3, "cover_s": 0.281}, SealRelay("covered")),
+        ({"usual_delay_s": 0.1, "cover_s": 0.179}, Wait()),  # nor is it as quick as ever just now
         ({"relay_itl_s": None, "cover_s": 0.199}, Wait()),
         ({"relay_itl_s": None, "cover_s": 0.2}, SealRelay("covered")),
         ({"overlap_tokens": 9}, Wait()),
@@ -82,6 +88,22 @@ def test_the_predicted_gap_is_a_round_trip_and_what_main_computes() -> None:
 def test_in_an_overlap(changes: dict[str, object], action: object) -> None:
     snapshot = HandoffSnapshot(30, 30, False, True, False, False, None, overlap_tokens=5, main_delay_s=0.2, cover_s=0.0, relay_itl_s=0.02)
     assert next_action("overlap", 8, RULES, replace(snapshot, **changes)) == action
+
+
+@pytest.mark.parametrize(
+    ("relay_itl_s", "steady_itl_s", "interval_s"),
+    [
+        (0.04, 0.04, 0.05),  # a quarter more than the relay's: something is held back
+        (0.02, 0.04, 0.04),  # as tokens will come from main
+        (0.034, 0.04, 0.0425),
+        (0.09, 0.04, 0.05),  # the relay is slow for a moment: that shows, and no gap may be longer for it
+        (0.04, None, 0.05),
+        (None, 0.04, 0.04),
+        (None, None, 0.0),
+    ],
+)
+def test_how_far_apart_tokens_go_to_the_reader(relay_itl_s: float | None, steady_itl_s: float | None, interval_s: float) -> None:
+    assert reader_interval_s(1.25, relay_itl_s, steady_itl_s) == pytest.approx(interval_s)
 
 
 def test_overlap_catches_up_before_main_decodes() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdd.policy.estimates import Lateness, Ratio
+from pdd.policy.estimates import Lateness, Ratio, Spread
 from pdd.policy.lengths import LengthEstimator, LengthHistogram, LengthPrediction
 
 
@@ -109,3 +109,18 @@ def test_lateness_follows_the_latest_and_fades_without_news() -> None:
     never = Lateness(half_life_s=10.0, most_s=0.0)
     never.observe(0.0, 9.0)
     assert never.value_s(0.0) == 0.0
+
+
+def test_a_spread_has_its_quantiles_within_two_percent_and_forgets() -> None:
+    spread = Spread(half_life=100)
+    assert spread.quantile_s(0.5) is None
+    for number in range(1, 101):
+        spread.observe(number / 100)
+    assert spread.quantile_s(1.0) == pytest.approx(1.0, rel=0.025)
+    assert 0.5 < (spread.quantile_s(0.5) or 0.0) < 0.65, "later ones weigh more"
+    for _ in range(150):
+        spread.observe(0.01)
+    assert spread.quantile_s(0.6) == pytest.approx(0.01, rel=0.025)
+    for _ in range(5000):
+        spread.observe(250.0)
+    assert (spread.quantile_s(0.01) or 0.0) > 90, "beyond the last bucket is in it"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Iterator
+from itertools import cycle, islice, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from pdd.handoff_config import HandoffConfig
 from pdd.policy_config import PolicyConfig
+from pdd.serving.handoff_figures import HandoffFigures
 from pdd.serving.overlap_race import OverlapRace
 from tests.support.overlap_model import Race, relay_token
 
@@ -95,8 +97,16 @@ def fresh(length: int) -> list[int]:
     return log
 
 
-def run_timed(race: Race, relay_itl_s: float, main_itl_s: float, one_way_s: float, kv_at_s: float, step_s: float = 0.001) -> None:
-    """Both at constant speed, main ``one_way_s`` away; the relay next door."""
+def run_timed(
+    race: Race,
+    relay_itl_s: float,
+    main_itl_s: float,
+    one_way_s: float,
+    kv_at_s: float,
+    step_s: float = 0.001,
+    main_steps: Iterator[float] | None = None,
+) -> None:
+    """Both at constant speed, main ``one_way_s`` away; the relay next door. ``main_steps``: main's one after another, not constant."""
     due = {"relay": relay_itl_s, "main": main_itl_s}
     itl = dict(due)
     arrivals: list[tuple[float, str]] = []  # of messages to and from main
@@ -119,7 +129,7 @@ def run_timed(race: Race, relay_itl_s: float, main_itl_s: float, one_way_s: floa
         for part, at in due.items():
             if now >= at:
                 race.workers[part].step()  # type: ignore[index]
-                due[part] = now + itl[part]
+                due[part] = now + (next(main_steps) if part == "main" and main_steps is not None else itl[part])
         while relay.outbox:
             race.hear("relay")
 
@@ -158,6 +168,79 @@ def test_without_pacing_a_main_as_slow_as_the_relay_leaves_a_gap_and_is_counted(
     assert race.metrics.registry.get_sample_value("pdd:handoff_overlap_total", {"end": "bounded"}) == 1
     assert max(gaps(race)) > 0.1
     assert 20 <= race.origins.count("relay") - 15 <= 22
+
+
+def known(relay_itl_s: float, main_itl_s: float, delay_s: float) -> HandoffFigures:
+    figures = HandoffFigures()
+    for _ in range(20):
+        figures.gap("relay-0", relay_itl_s)
+        figures.gap("main-0", main_itl_s)
+        figures.delay("main-0", delay_s)
+    return figures
+
+
+def test_while_main_s_kv_is_under_way_as_much_is_laid_by_as_main_will_be_late() -> None:
+    """Main takes 30 ms a token, the relay 20, and main is known to be 0.2 s late. The reader gets the relay's at main's pace until 0.2 s
+    are in hand, then as they come; when main has its KV three of its tokens are enough.
+    """
+    policy = PolicyConfig(handoff="overlap")
+    race = Race(frozenset(), max_tokens=160, policy=policy, figures=known(0.02, 0.03, 0.2))
+    run_timed(race, 0.02, 0.03, 0.02, kv_at_s=1.01)
+    first_s = race.delivered[0][0]
+    assert first_s == pytest.approx(0.02), "the first token is not held back"
+    assert gaps(race)[:13] == pytest.approx([0.03] * 13, abs=0.002)
+    assert gaps(race)[35:40] == pytest.approx([0.02] * 5, abs=0.002), "0.2 s are in hand"
+    assert max(gaps(race)) <= 1.25 * 0.03 + 0.002
+    timeline = race.timeline
+    assert timeline.handoff_cover_s is not None
+    assert timeline.handoff_left_s is not None
+    assert 0.17 <= timeline.handoff_cover_s <= 0.4
+    assert 0.05 <= timeline.handoff_left_s <= timeline.handoff_cover_s
+    unknown = Race(frozenset(), max_tokens=160, policy=policy)
+    run_timed(unknown, 0.02, 0.03, 0.02, kv_at_s=1.01)
+    assert gaps(unknown)[:30] == pytest.approx([0.02] * 30, abs=0.002)
+    assert race.origins.count("relay") <= unknown.origins.count("relay") + 2
+
+
+@pytest.mark.parametrize("phase", range(7))
+def test_a_main_that_is_late_now_and_then_is_covered_once_that_is_known(phase: int) -> None:
+    """Every seventh step takes 150 ms instead of 30. Three quick ones say nothing of that; earlier overlaps do."""
+
+    def steps() -> Iterator[float]:
+        return islice(cycle([0.03] * 6 + [0.15]), phase, None)
+
+    figures = HandoffFigures()
+    for _ in range(4):
+        learning = Race(frozenset(), max_tokens=300, figures=figures)
+        run_timed(learning, 0.025, 0.03, 0.02, kv_at_s=0.51, main_steps=steps())
+    race = Race(frozenset(), max_tokens=300, figures=figures)
+    run_timed(race, 0.025, 0.03, 0.02, kv_at_s=0.51, main_steps=steps())
+    change = race.origins.index("main")
+    assert gaps(race)[change - 1] <= 1.5 * 0.03
+    assert race.metrics.registry.get_sample_value("pdd:handoff_overlap_total", {"end": "bounded"}) is None
+
+
+def test_nothing_is_laid_by_where_no_main_is_to_come() -> None:
+    race = Race(frozenset(), max_tokens=60, figures=known(0.02, 0.03, 0.2))
+    race.lose_main()
+    run_timed(race, 0.02, 0.03, 0.02, kv_at_s=1.01)
+    assert race.origins == ["relay"] * 60
+    assert gaps(race)[:50] == pytest.approx([0.02] * 50, abs=0.002)
+
+
+def test_what_was_laid_by_goes_out_when_main_is_lost() -> None:
+    race = Race(frozenset(), max_tokens=60, figures=known(0.02, 0.03, 0.2))
+    for _ in range(10):
+        race.clock.advance(0.02)
+        move(race, "relay steps")
+        move(race, "relay heard")
+    assert len(race.log) - len(race.delivered) >= 3
+    race.lose_main()
+    for _ in range(20):
+        race.clock.advance(0.02)
+        move(race, "relay steps")
+        move(race, "relay heard")
+    assert len(race.log) == len(race.delivered)
 
 
 def test_a_silent_main_does_not_stop_the_relay() -> None:
@@ -204,3 +287,22 @@ def test_delay_is_the_worst_of_the_latest_and_grows_in_silence() -> None:
     # since 5.0, 5.1, 5.2 and 5.3, and the first of the four does not count any more
     assert race.delay_s(5.5) == pytest.approx(0.3)
     assert race.delay_s(7.0) == pytest.approx(1.5)
+    assert race.counts(14, 114, log, 5.6), "with this one it is first"
+    assert race.delays_s == pytest.approx([0.9, 0.3, 0.3, 0.2, 0.2]), "and it was late by so much, too"
+
+
+def test_what_is_usual_outlasts_what_is_so_just_now() -> None:
+    figures = HandoffFigures()
+    assert figures.steady_itl_s(["main-0"]) is None
+    assert figures.usual_delay_s("main-0") is None
+    for _ in range(3000):
+        figures.gap("main-0", 0.05)
+        figures.gap("relay-0", 0.03)
+    for _ in range(300):
+        figures.gap("main-0", 0.12)
+    assert figures.itl_s("main-0") == pytest.approx(0.12)
+    assert figures.steady_itl_s(["main-0"]) == pytest.approx(0.05, rel=0.03)
+    assert figures.steady_itl_s(["relay-0", "main-0", "unheard-of"]) == pytest.approx(0.05, rel=0.03)
+    for number in range(100):
+        figures.delay("main-0", 0.4 if number % 10 == 9 else 0.1)
+    assert figures.usual_delay_s("main-0") == pytest.approx(0.4, rel=0.03)

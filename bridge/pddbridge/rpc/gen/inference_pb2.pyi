@@ -118,7 +118,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Timeline(_message.Message):
-    __slots__ = ("pipeline", "pipeline_reason", "handoff", "relay_tokens", "main_tokens", "wan_kv_bytes", "wan_kv_tokens", "main_hit_tokens", "main_prefill_tokens", "prefill_done_s", "relay_kv_s", "main_kv_s", "handoff_start_s", "handoff_done_s", "ttft_s", "second_token_s", "e2e_s", "max_itl_s", "fallbacks", "wan_kv_wire_bytes", "decision", "predicted_kv_s", "kv_s", "predicted_output_tokens", "ended_on", "transfer", "transfer_reason", "wan_kv_saved_bytes", "redecision", "handoff_reason", "handoff_predicted_gap_s", "handoff_gap_s", "handoff_duplicates", "handoff_rewinds")
+    __slots__ = ("pipeline", "pipeline_reason", "handoff", "relay_tokens", "main_tokens", "wan_kv_bytes", "wan_kv_tokens", "main_hit_tokens", "main_prefill_tokens", "prefill_done_s", "relay_kv_s", "main_kv_s", "handoff_start_s", "handoff_done_s", "ttft_s", "second_token_s", "e2e_s", "max_itl_s", "fallbacks", "wan_kv_wire_bytes", "decision", "predicted_kv_s", "kv_s", "predicted_output_tokens", "ended_on", "transfer", "transfer_reason", "wan_kv_saved_bytes", "redecision", "handoff_reason", "handoff_predicted_gap_s", "handoff_gap_s", "handoff_duplicates", "handoff_rewinds", "handoff_cover_s", "handoff_left_s")
     PIPELINE_FIELD_NUMBER: _ClassVar[int]
     PIPELINE_REASON_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
@@ -153,6 +153,8 @@ class Timeline(_message.Message):
     HANDOFF_GAP_S_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_DUPLICATES_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_REWINDS_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_COVER_S_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_LEFT_S_FIELD_NUMBER: _ClassVar[int]
     pipeline: str
     pipeline_reason: str
     handoff: str
@@ -187,7 +189,9 @@ class Timeline(_message.Message):
     handoff_gap_s: float
     handoff_duplicates: int
     handoff_rewinds: int
-    def __init__(self, pipeline: _Optional[str] = ..., pipeline_reason: _Optional[str] = ..., handoff: _Optional[str] = ..., relay_tokens: _Optional[int] = ..., main_tokens: _Optional[int] = ..., wan_kv_bytes: _Optional[int] = ..., wan_kv_tokens: _Optional[int] = ..., main_hit_tokens: _Optional[int] = ..., main_prefill_tokens: _Optional[int] = ..., prefill_done_s: _Optional[float] = ..., relay_kv_s: _Optional[float] = ..., main_kv_s: _Optional[float] = ..., handoff_start_s: _Optional[float] = ..., handoff_done_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., second_token_s: _Optional[float] = ..., e2e_s: _Optional[float] = ..., max_itl_s: _Optional[float] = ..., fallbacks: _Optional[int] = ..., wan_kv_wire_bytes: _Optional[int] = ..., decision: _Optional[str] = ..., predicted_kv_s: _Optional[float] = ..., kv_s: _Optional[float] = ..., predicted_output_tokens: _Optional[int] = ..., ended_on: _Optional[str] = ..., transfer: _Optional[str] = ..., transfer_reason: _Optional[str] = ..., wan_kv_saved_bytes: _Optional[int] = ..., redecision: _Optional[str] = ..., handoff_reason: _Optional[str] = ..., handoff_predicted_gap_s: _Optional[float] = ..., handoff_gap_s: _Optional[float] = ..., handoff_duplicates: _Optional[int] = ..., handoff_rewinds: _Optional[int] = ...) -> None: ...
+    handoff_cover_s: float
+    handoff_left_s: float
+    def __init__(self, pipeline: _Optional[str] = ..., pipeline_reason: _Optional[str] = ..., handoff: _Optional[str] = ..., relay_tokens: _Optional[int] = ..., main_tokens: _Optional[int] = ..., wan_kv_bytes: _Optional[int] = ..., wan_kv_tokens: _Optional[int] = ..., main_hit_tokens: _Optional[int] = ..., main_prefill_tokens: _Optional[int] = ..., prefill_done_s: _Optional[float] = ..., relay_kv_s: _Optional[float] = ..., main_kv_s: _Optional[float] = ..., handoff_start_s: _Optional[float] = ..., handoff_done_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., second_token_s: _Optional[float] = ..., e2e_s: _Optional[float] = ..., max_itl_s: _Optional[float] = ..., fallbacks: _Optional[int] = ..., wan_kv_wire_bytes: _Optional[int] = ..., decision: _Optional[str] = ..., predicted_kv_s: _Optional[float] = ..., kv_s: _Optional[float] = ..., predicted_output_tokens: _Optional[int] = ..., ended_on: _Optional[str] = ..., transfer: _Optional[str] = ..., transfer_reason: _Optional[str] = ..., wan_kv_saved_bytes: _Optional[int] = ..., redecision: _Optional[str] = ..., handoff_reason: _Optional[str] = ..., handoff_predicted_gap_s: _Optional[float] = ..., handoff_gap_s: _Optional[float] = ..., handoff_duplicates: _Optional[int] = ..., handoff_rewinds: _Optional[int] = ..., handoff_cover_s: _Optional[float] = ..., handoff_left_s: _Optional[float] = ...) -> None: ...
 
 class ListModelsRequest(_message.Message):
     __slots__ = ()
