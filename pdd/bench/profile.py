@@ -19,7 +19,7 @@ from pdd.launch.local import Deployment
 from pdd.launch.serve import StartProgress
 from pdd.models import resolve
 from pdd.roles import Role
-from pdd.sim.costs import EngineCost
+from pdd.sim.costs import REQUIRED_COSTS, EngineCost
 from pdd.sim.fit import (
     Measured,
     first_overhead,
@@ -29,9 +29,11 @@ from pdd.sim.fit import (
     fit_extend,
     fit_far,
     fit_hit,
+    fit_jitter,
     fit_link_overhead,
     fit_prefill,
     fit_slowdown,
+    fit_steps,
     fit_waits,
 )
 from pddbridge.checkpoint import open_checkpoint
@@ -49,7 +51,8 @@ def profile(
     with Deployment(own_ports(config), cache_dir) as deployment:
         urls = start_modes(deployment, StartProgress(console))
         has_relay = any(worker.role == "relay" for worker in config.workers)
-        measured = asyncio.run(_probe(urls, config.model, spec.vocab_size, has_relay, told))
+        step_tokens = _workers(config, "prefill")[0].max_step_tokens
+        measured = asyncio.run(_probe(urls, config.model, spec.vocab_size, has_relay, step_tokens, told))
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(asdict(measured), indent=1) + "\n", encoding="utf-8")
@@ -62,16 +65,17 @@ def sim_config(config: LaunchConfig, link: EmulatedLink, kv_bytes_per_token: int
     workers = {role: found for role in ("prefill", "relay", "main") if (found := _workers(config, role))}
     step_tokens = workers["prefill"][0].max_step_tokens
     rtt_s, rate_bytes_s = link.rtt_ms / 1e3, link.rate_mbit_s * 1e6 / 8
-    base, token, pair = fit_prefill(measured.prefills, step_tokens)
-    costs = {"prefill": EngineCost(base, token, pair, base, 0.0, 0.0, token)}
+    base, token, line_pair = fit_prefill(measured.prefills, step_tokens)
+    steps, pair = fit_steps(measured.prefills, step_tokens)
+    costs = {"prefill": EngineCost(base, token, pair if steps else line_pair, base, 0.0, 0.0, token, steps)}
     extend = fit_extend(measured.extends) if measured.extends else token
     for role in workers:
         if role != "prefill":
             alone = [run for run in measured.decodes if run.busy == (role,)]
-            costs[role] = EngineCost(base, token, pair, *fit_decode(alone), extend_token_s=extend)
+            costs[role] = EngineCost(base, token, line_pair, *fit_decode(alone), extend_token_s=extend)
     main_s = first_overhead(measured.main_firsts_s, costs["main"].step)
     share, link_s = fit_link_overhead(measured, costs["main"], main_s, rtt_s, rate_bytes_s, step_tokens)
-    overheads = {"main_s": main_s, "link_s": link_s, "hit_s": fit_hit(measured, costs["prefill"], step_tokens)}
+    overheads = {"main_s": main_s, "link_s": link_s, "hit_s": fit_hit(measured, costs["prefill"])}
     if "relay" in workers:
         overheads["relay_s"] = first_overhead(measured.relay_firsts_s, costs["relay"].step)
     firsts = {"main": overheads["main_s"], "relay": overheads.get("relay_s", 0.0)}
@@ -94,6 +98,7 @@ def sim_config(config: LaunchConfig, link: EmulatedLink, kv_bytes_per_token: int
             "beside": {name: {role: _short(one) for role, one in times.items()} for name, times in beside.items()},
         },
         "overheads": {name: _short(value) for name, value in overheads.items()},
+        "jitter": _short(fit_jitter(measured)),
     }
 
 
@@ -102,11 +107,13 @@ def save(found: dict[str, object], path: Path) -> None:
     path.write_text(yaml.safe_dump(found, sort_keys=False), encoding="utf-8")
 
 
-async def _probe(urls: dict[Mode, str], model: str, vocab_size: int, has_relay: bool, told: Callable[[str], None]) -> Measured:
+async def _probe(
+    urls: dict[Mode, str], model: str, vocab_size: int, has_relay: bool, step_tokens: int, told: Callable[[str], None]
+) -> Measured:
     path = "/v1/completions"
     targets = {mode: Target(url.removesuffix(path), path, "openai", model, True) for mode, url in urls.items()}
     async with client(targets["pdd"], _TIMEOUT_S) as http:
-        return await Prober(http, targets, vocab_size, has_relay).measure(told)
+        return await Prober(http, targets, vocab_size, has_relay, step_tokens).measure(told)
 
 
 def _link(config: LaunchConfig) -> EmulatedLink:
@@ -123,7 +130,8 @@ def _workers(config: LaunchConfig, role: Role) -> list[WorkerConfig]:
 def _role(worker: WorkerConfig, count: int, cost: EngineCost) -> dict[str, object]:
     return {
         "count": count,
-        "cost": {name: _short(value) for name, value in asdict(cost).items()},
+        "cost": {name: _short(getattr(cost, name)) for name in REQUIRED_COSTS},
+        **({"prefill_steps": {tokens: _short(seconds) for tokens, seconds in cost.prefill_steps}} if cost.prefill_steps else {}),
         "max_rows": worker.max_rows,
         "cache_tokens": worker.num_pages * worker.page_size,
         "step_tokens": worker.max_step_tokens,

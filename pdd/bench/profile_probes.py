@@ -15,15 +15,20 @@ from pdd.bench.modes import Mode
 from pdd.bench.serve.client import Record, Target, send
 from pdd.sim.fit import BesideRun, DecodeRun, ExtendRun, FarRun, LinkRun, Measured, PrefillRun
 
-_PROMPTS = (33, 129, 257, 513, 1025)  # KV of all tokens but the last is computed
+_SIZES = 16  # of a prefill step, evenly up to its most tokens: an engine that pads steps has stairs, not a line
+_LONG_STEPS = (2, 4, 6)  # of long prompts, for what attention adds
+_SHORT_PROMPT = 33  # KV of all tokens but the last is computed
 _LINK_PROMPTS = (129, 1025)
 _BESIDE_PROMPT = 513
-_KNOWN = (500, 1500)  # tokens that caches hold of a prompt of 33 more
-_DECODES = ((1, 250), (4, 250), (8, 250), (4, 1100))  # rows, context
+_KNOWN = (500, 1500)  # tokens that caches hold of a prompt
+_KNOWN_NEW = (33, 129)  # that it has more
+_DECODES = ((1, 250), (4, 250), (7, 250), (4, 1100))  # rows, context; a relay of eight has room for the probe, too
 _FAR_ROWS = (2, 4)  # at main, whose tokens cross the link
 _BOTH_ROWS = (1, 2, 4)  # at relay and at main
 _EXTENDS = (8, 136)  # log tokens that main is given at once
-_ROUNDS = 2
+_ALONE_ROUNDS = 4
+_SLOW_ROUNDS = 2  # of what takes seconds and varies little
+_ROUNDS = 3
 _WATCH_S = 1.5
 _HELD_BY: Mapping[str, Mode] = {"relay": "pdd", "main": "same_site", "far": "cross_site"}
 _SETTLE_S = 0.4
@@ -45,29 +50,40 @@ class _Row:
 
 
 class Prober:
-    """``targets``: the doors of one deployment's modes. ``has_relay``: whether probes of a relay make sense."""
+    """``targets``: the doors of one deployment's modes. ``has_relay``: whether probes of a relay make sense · ``step_tokens``: of a prefill
+    step at most.
+    """
 
-    def __init__(self, http: httpx.AsyncClient, targets: Mapping[Mode, Target], vocab_size: int, has_relay: bool) -> None:
+    def __init__(self, http: httpx.AsyncClient, targets: Mapping[Mode, Target], vocab_size: int, has_relay: bool, step_tokens: int) -> None:
         self._http = http
         self._targets = targets
         self._vocab_size = vocab_size
         self._rng = np.random.default_rng(0)
         self._number = 0
         self._roles = ("relay", "main") if has_relay else ("main",)
+        sizes = sorted({max(1, step_tokens * part // _SIZES) for part in range(1, _SIZES + 1)})
+        self._prompts = [tokens + 1 for tokens in (*sizes, *(step_tokens * steps for steps in _LONG_STEPS))]
 
     async def measure(self, told: Callable[[str], None]) -> Measured:
         """Raises ValueError when a probe fails."""
         found = Measured()
         for mode in self._targets:
             await self._ask(mode, _BESIDE_PROMPT, 4)  # what the first request warms is not what is measured
-        told("one request at a time")
-        for _ in range(_ROUNDS):
+        for number in range(_ALONE_ROUNDS):
+            told(f"one request at a time, {number + 1} of {_ALONE_ROUNDS}")
             await self._alone(found)
+        told("one request at a time, over the link, by relay, known in part")
+        for _ in range(_ROUNDS):
+            await self._alone_over_the_link(found)
+        for _ in range(_SLOW_ROUNDS):
+            await self._alone_from_relay_to_main(found)
+        await self._known(found)
         for rows, context in _DECODES:
             for role in self._roles:
                 told(f"prefill beside {rows} rows of {context} tokens at {role}")
                 async with self._decoding([role] * rows, context) as held:
-                    await self._beside(found, held, context)
+                    for _ in range(_ROUNDS):
+                        await self._beside(found, held, context)
         if len(self._roles) > 1:
             for rows in _BOTH_ROWS:
                 told(f"prefill beside {rows} rows at relay and at main")
@@ -81,21 +97,29 @@ class Prober:
                     await self._far(found, held, _DECODES[0][1])
         told("main beside a transfer")
         async with self._decoding(["main"], _DECODES[0][1]) as held:
-            probe = await self._ask("cross_site", _LINK_PROMPTS[-1], 2)
-            done, arrived = (probe.start_s + _time(probe, key) for key in ("prefill_done_s", "main_kv_s"))
-            found.beside_link.append(DecodeRun("main", 1, _DECODES[0][1], _itl_s(held, done, arrived), ("link",)))
+            for _ in range(_ROUNDS):
+                probe = await self._ask("cross_site", _LINK_PROMPTS[-1], 2)
+                done, arrived = (probe.start_s + _time(probe, key) for key in ("prefill_done_s", "main_kv_s"))
+                found.beside_link.append(DecodeRun("main", 1, _DECODES[0][1], _itl_s(held, done, arrived), ("link",)))
         return found
 
     async def _alone(self, found: Measured) -> None:
-        for tokens in _PROMPTS:
+        for tokens in self._prompts:
             record = await self._ask("same_site", tokens, 3, pipeline="direct")
             found.prefills.append(PrefillRun(tokens - 1, _time(record, "prefill_done_s")))
             found.main_firsts_s.append(record.ttft_s - _time(record, "prefill_done_s"))
+
+    async def _known(self, found: Measured) -> None:
         for known in _KNOWN:
             prompt, salt = self._ids(known), self._salt()
             await self._ask("same_site", known, 2, prompt, salt, pipeline="direct")
-            record = await self._ask("same_site", 0, 3, prompt + self._ids(_PROMPTS[0]), salt, pipeline="direct")
-            found.hits.append(PrefillRun(_PROMPTS[0] - 1, _time(record, "prefill_done_s"), known))
+            for new in _KNOWN_NEW * _ROUNDS:
+                record = await self._ask("same_site", 0, 3, prompt + self._ids(new), salt, pipeline="direct")
+                found.hits.append(PrefillRun(new - 1, _time(record, "prefill_done_s"), known))
+                twin = await self._ask("same_site", new, 3, pipeline="direct")
+                found.hit_twins.append(PrefillRun(new - 1, _time(twin, "prefill_done_s")))
+
+    async def _alone_over_the_link(self, found: Measured) -> None:
         for tokens in _LINK_PROMPTS:
             record = await self._ask("cross_site", tokens, 3, pipeline="direct")
             stored, coded = (int(record.timeline[key] or 0) for key in ("wan_kv_bytes", "wan_kv_wire_bytes"))
@@ -105,8 +129,11 @@ class Prober:
                 record = await self._ask("pdd", tokens, 3, pipeline="local")
                 found.pushes.append(PrefillRun(tokens - 1, _time(record, "prefill_done_s")))
                 found.relay_firsts_s.append(record.ttft_s - _time(record, "prefill_done_s"))
+
+    async def _alone_from_relay_to_main(self, found: Measured) -> None:
+        if len(self._roles) > 1:
             for backlog in _EXTENDS:
-                record = await self._ask("pdd", _PROMPTS[0], backlog + 4, pipeline="relay", handoff="one_shot", handoff_at=backlog)
+                record = await self._ask("pdd", _SHORT_PROMPT, backlog + 4, pipeline="relay", handoff="one_shot", handoff_at=backlog)
                 found.extends.append(ExtendRun(backlog, _time(record, "handoff_done_s") - _time(record, "handoff_start_s")))
 
     async def _beside(self, found: Measured, held: Sequence[_Row], context: int) -> None:
@@ -118,10 +145,10 @@ class Prober:
         role = roles[-1]  # main, where it has rows
         mode: Mode = "same_site" if role == "main" else "pdd"
         pipeline = "direct" if role == "main" else "local"
-        short, long = [await self._ask(mode, tokens, 2, pipeline=pipeline) for tokens in (_PROMPTS[0], _BESIDE_PROMPT)]
+        short, long = [await self._ask(mode, tokens, 2, pipeline=pipeline) for tokens in (_SHORT_PROMPT, _BESIDE_PROMPT)]
         done_s = [_time(probe, "prefill_done_s") for probe in (short, long)]
         firsts_s = tuple(probe.ttft_s - at_s for probe, at_s in zip((short, long), done_s, strict=True))
-        sizes = (_PROMPTS[0] - 1, done_s[0], _BESIDE_PROMPT - 1, done_s[1])
+        sizes = (_SHORT_PROMPT - 1, done_s[0], _BESIDE_PROMPT - 1, done_s[1])
         found.prefills_beside.append(BesideRun(role, ("prefill", *roles), alone[-1].seconds, *sizes, firsts_s))
         found.decodes_beside += self._steps(held, context, long.start_s, long.start_s + done_s[1], ("prefill", *roles))
 
@@ -131,9 +158,9 @@ class Prober:
         (alone,) = self._steps(held, context, began, time.perf_counter(), ("main",))
         probe = await self._ask("same_site", _BESIDE_PROMPT, 2, pipeline="direct")
         prefill_s = _time(probe, "prefill_done_s")
-        record = await self._ask("cross_site", _PROMPTS[0], 2, pipeline="direct")
+        record = await self._ask("cross_site", _SHORT_PROMPT, 2, pipeline="direct")
         stored, coded = (int(record.timeline[key] or 0) for key in ("wan_kv_bytes", "wan_kv_wire_bytes"))
-        link = LinkRun(_PROMPTS[0] - 1, _time(record, "prefill_done_s"), record.ttft_s, stored, coded)
+        link = LinkRun(_SHORT_PROMPT - 1, _time(record, "prefill_done_s"), record.ttft_s, stored, coded)
         found.far.append(FarRun(alone.rows, alone.context, alone.seconds, PrefillRun(_BESIDE_PROMPT - 1, prefill_s), link))
 
     def _steps(self, held: Sequence[_Row], context: int, from_s: float, to_s: float, busy: tuple[str, ...]) -> list[DecodeRun]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,8 +12,8 @@ from pdd.plan.catalogue import chip, model
 from pdd.plan.roofline import Efficiency, engine_cost, kv_tokens
 from pdd.policy_config import PolicyConfig
 from pdd.roles import Role
-from pdd.sim.costs import EngineCost
-from pdd.sim.spec import HostSpec, LinkSpec, Overheads, RoleSpec, Rule, SystemSpec
+from pdd.sim.costs import REQUIRED_COSTS, EngineCost
+from pdd.sim.spec import HostSpec, Jitter, LinkSpec, Overheads, RoleSpec, Rule, SystemSpec
 from pdd.strict_model import StrictModel
 
 Positive = Annotated[float, Field(gt=0)]
@@ -24,13 +23,14 @@ Count = Annotated[int, Field(ge=1)]
 
 class SimRole(StrictModel):
     """``chip`` and ``num_chips`` of each worker, with the config's model; or ``cost``, seconds as :class:`pdd.sim.costs.EngineCost` has
-    them. ``cache_tokens``: None: what fits beside the weights.
+    them, and ``prefill_steps`` (tokens: seconds). ``cache_tokens``: None: what fits beside the weights.
     """
 
     count: Count
     chip: str | None = None
     num_chips: Count = 1
     cost: dict[str, float] | None = None
+    prefill_steps: dict[Count, Positive] = Field(default_factory=dict)
     max_rows: Count = 64
     cache_tokens: Count | None = None
     step_tokens: Count = 8192
@@ -39,10 +39,11 @@ class SimRole(StrictModel):
     def _one_of_two(self) -> SimRole:
         if (self.chip is None) == (self.cost is None):
             raise ValueError("either chip or cost must be given")
+        if self.prefill_steps and (self.cost is None or len(self.prefill_steps) < 2):
+            raise ValueError("prefill_steps: allowed beside cost, for two sizes at least")
         if self.cost is not None:
-            names = [field.name for field in fields(EngineCost)]
-            if set(self.cost) != set(names):
-                raise ValueError(f"cost: given {sorted(self.cost)}, needed {sorted(names)}")
+            if set(self.cost) != set(REQUIRED_COSTS):
+                raise ValueError(f"cost: given {sorted(self.cost)}, needed {sorted(REQUIRED_COSTS)}")
             if self.cache_tokens is None:
                 raise ValueError("cache_tokens: needed with cost")
         return self
@@ -112,6 +113,7 @@ class SimConfig(StrictModel):
     rule: Rule = "pdd"
     host: SimHost | None = None
     overheads: SimOverheads = SimOverheads()
+    jitter: Annotated[float, Field(ge=0)] = 0.0
     efficiency: SimEfficiency = SimEfficiency()
 
     @model_validator(mode="after")
@@ -138,12 +140,14 @@ class SimConfig(StrictModel):
             rule=self.rule,
             host=None if self.host is None else self.host.spec(),
             overheads=Overheads(**self.overheads.model_dump()),
+            jitter=Jitter(self.jitter),
         )
 
     def _role(self, name: str, role: SimRole) -> RoleSpec:
         if role.cost is not None:
             assert role.cache_tokens is not None
-            return RoleSpec(role.count, EngineCost(**role.cost), role.max_rows, role.cache_tokens, role.step_tokens)
+            steps = tuple(sorted(role.prefill_steps.items()))
+            return RoleSpec(role.count, EngineCost(**role.cost, prefill_steps=steps), role.max_rows, role.cache_tokens, role.step_tokens)
         assert role.chip is not None
         assert self.model is not None
         efficiency = Efficiency(**self.efficiency.model_dump())

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from bisect import bisect_left
+from dataclasses import MISSING, dataclass, field, fields
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
 class EngineCost:
-    """Seconds. A prefill step costs ``prefill_s`` and, for every row of m new tokens behind c others, ``prefill_token_s * m +
-    prefill_pair_s * m * (c + m / 2)``: the products are linear in tokens, attention in pairs of them. A decode step of n rows with k tokens
-    of context in all costs ``step_s + row_s * n + context_s * k``. Ingesting m log tokens costs a step and ``extend_token_s`` each.
+    """Seconds. A prefill step of m new tokens costs ``prefill_s + prefill_token_s * m`` and, for every row of it with n new tokens behind c
+    others, ``prefill_pair_s * n * (c + n / 2)``: the products are linear in tokens, attention in pairs of them. ``prefill_steps``: what
+    the former is by m as measured, a straight line between two of them; then the line is not asked. An engine that pads its steps to a few
+    sizes has stairs there. A decode step of n rows with k tokens of context in all costs ``step_s + row_s * n + context_s * k``. Ingesting
+    m log tokens costs a step and ``extend_token_s`` each.
     """
 
     prefill_s: float
@@ -20,15 +24,37 @@ class EngineCost:
     row_s: float
     context_s: float
     extend_token_s: float
+    prefill_steps: tuple[tuple[int, float], ...] = ()
+    _sizes: tuple[int, ...] = field(init=False, repr=False, compare=False, default=())
 
-    def chunk(self, new_tokens: int, tokens_before: int) -> float:
+    def __post_init__(self) -> None:
+        sizes = tuple(tokens for tokens, _ in self.prefill_steps)
+        if len(sizes) == 1 or any(a >= b for a, b in pairwise(sizes)):
+            raise ValueError(f"prefill_steps: given {sizes} tokens, allowed are none, or two and more in ascending order")
+        object.__setattr__(self, "_sizes", sizes)
+
+    def prefill_step(self, new_tokens: int) -> float:
+        """Of a step of so many new tokens over all its rows, attention aside."""
+        if not self._sizes:
+            return self.prefill_s + self.prefill_token_s * new_tokens
+        index = min(max(1, bisect_left(self._sizes, new_tokens)), len(self._sizes) - 1)
+        (from_tokens, from_s), (to_tokens, to_s) = self.prefill_steps[index - 1], self.prefill_steps[index]
+        if new_tokens <= from_tokens:
+            return from_s  # the smallest there is
+        return from_s + (to_s - from_s) * (new_tokens - from_tokens) / (to_tokens - from_tokens)
+
+    def attention(self, new_tokens: int, tokens_before: int) -> float:
         """What a row adds to its prefill step."""
-        return self.prefill_token_s * new_tokens + self.prefill_pair_s * new_tokens * (tokens_before + new_tokens / 2)
+        return self.prefill_pair_s * new_tokens * (tokens_before + new_tokens / 2)
 
     def prefill(self, miss_tokens: int, cached_tokens: int, step_tokens: int | None = None) -> float:
         """Of one prompt, alone on the engine, in steps of ``step_tokens``; None: in one."""
-        num_steps = 1 if step_tokens is None else math.ceil(miss_tokens / step_tokens)
-        return self.prefill_s * num_steps + self.chunk(miss_tokens, cached_tokens)
+        if not miss_tokens:
+            return 0.0
+        full_steps = 0 if step_tokens is None else math.ceil(miss_tokens / step_tokens) - 1
+        last_tokens = miss_tokens - full_steps * (step_tokens or 0)
+        full_s = full_steps * self.prefill_step(step_tokens) if step_tokens else 0.0
+        return full_s + self.prefill_step(last_tokens) + self.attention(miss_tokens, cached_tokens)
 
     def step(self, num_rows: int, context_tokens: float) -> float:
         """Of one decode step."""
@@ -37,3 +63,7 @@ class EngineCost:
     def extend(self, tokens: int) -> float:
         """That the row's own hand-over takes, beside its neighbours' step."""
         return self.step_s + self.extend_token_s * tokens
+
+
+# That a cost must be given by.
+REQUIRED_COSTS = tuple(field.name for field in fields(EngineCost) if field.default is MISSING and field.init)

@@ -86,14 +86,15 @@ class ExtendRun:
 @dataclass
 class Measured:
     """``prefills``, ``main_firsts_s``: of requests alone within one site, the latter from the end of prefill to the first token ·
-    ``hits``: of prompts that caches knew in part · ``pushes``, ``relay_firsts_s``: alone with a relay · ``links``: over the link ·
-    ``decodes``: of rows without prefill · ``prefills_beside``, ``decodes_beside``: of both at once · ``beside_link``: of rows while the
-    link is busy · ``far``: of rows whose tokens cross it.
+    ``hits``: of prompts that caches knew in part, ``hit_twins``: of as many new tokens right after each, unknown · ``pushes``,
+    ``relay_firsts_s``: alone with a relay · ``links``: over the link · ``decodes``: of rows without prefill · ``prefills_beside``,
+    ``decodes_beside``: of both at once · ``beside_link``: of rows while the link is busy · ``far``: of rows whose tokens cross it.
     """
 
     prefills: list[PrefillRun] = field(default_factory=list)
     main_firsts_s: list[float] = field(default_factory=list)
     hits: list[PrefillRun] = field(default_factory=list)
+    hit_twins: list[PrefillRun] = field(default_factory=list)
     pushes: list[PrefillRun] = field(default_factory=list)
     relay_firsts_s: list[float] = field(default_factory=list)
     links: list[LinkRun] = field(default_factory=list)
@@ -106,15 +107,49 @@ class Measured:
 
 
 def fit_prefill(runs: Sequence[PrefillRun], step_tokens: int) -> tuple[float, float, float]:
-    """Seconds per step, token and pair of tokens, with the least relative error and none below 0, to the quickest run of each length: what
-    else the machine does can only make one slower. Raises ValueError for fewer than three lengths.
+    """Seconds per step, token and pair of tokens, with the least relative error and none below 0, to the median of each length. Raises
+    ValueError for fewer than three lengths.
     """
-    runs = _quickest(runs)
+    runs = _typical(runs)
     if len(runs) < 3:
         raise ValueError(f"fit_prefill: given runs of {len(runs)} lengths, at least 3 are needed")
     columns = [[math.ceil(run.tokens / step_tokens), run.tokens, run.tokens**2 / 2] for run in runs]
     base, token, pair = _least_squares(np.array(columns, np.float64), np.array([run.seconds for run in runs]))
     return base, token, pair
+
+
+def fit_steps(runs: Sequence[PrefillRun], step_tokens: int) -> tuple[tuple[tuple[int, float], ...], float]:
+    """((tokens of a step, seconds without attention), ...) by the medians of prompts of one step, and seconds per pair of tokens, not below
+    0 and with the least relative error, by the longer ones, which are full steps: what those take beyond steps that have nothing before
+    them. No sizes where those were not measured. Raises ValueError for no longer prompt.
+    """
+    typical = {run.tokens: run.seconds for run in _typical(runs)}
+    sizes = sorted(tokens for tokens in typical if tokens <= step_tokens)
+    longer = [tokens for tokens in typical if tokens > step_tokens and tokens % step_tokens == 0]
+    if len(sizes) < 2 or sizes[-1] != step_tokens:
+        return (), 0.0
+    if not longer:
+        raise ValueError(f"fit_steps: given runs of {sorted(typical)} tokens, one of several steps of {step_tokens} is needed")
+    over, over_over = 0.0, 0.0
+    for tokens in longer:
+        num_steps = tokens // step_tokens
+        pairs = step_tokens**2 * num_steps * (num_steps - 1) / 2 / typical[tokens]
+        over += pairs * (typical[tokens] - num_steps * typical[step_tokens]) / typical[tokens]
+        over_over += pairs**2
+    pair_s = max(0.0, over / over_over)
+    return tuple((tokens, max(0.0, typical[tokens] - pair_s * tokens**2 / 2)) for tokens in sizes), pair_s
+
+
+def fit_jitter(measured: Measured) -> float:
+    """Standard deviation of the logarithm of a step's time, by prompts alone: 1.48 times the median distance from the median of their
+    length, which for a normal distribution is that; 0 where nothing was measured twice. A prompt of n steps varies by a root of n less.
+    """
+    distances = []
+    for typical in _typical(measured.prefills):
+        alike = [run.seconds for run in measured.prefills if (run.tokens, run.cached) == (typical.tokens, typical.cached)]
+        if len(alike) > 1:
+            distances += [abs(math.log(seconds / typical.seconds)) for seconds in alike]
+    return 1.4826 * median(distances) if distances else 0.0
 
 
 def fit_decode(runs: Sequence[DecodeRun]) -> tuple[float, float, float]:
@@ -164,10 +199,12 @@ def _prefill_times(run: BesideRun, cost: EngineCost, step_tokens: int) -> float:
     return (run.long_s - run.short_s) / alone_s
 
 
-def fit_hit(measured: Measured, cost: EngineCost, step_tokens: int) -> float:
-    """Seconds of prefill that a prompt takes for having something cached, beside its steps."""
-    over = [run.seconds - cost.prefill(run.tokens, run.cached, step_tokens) for run in _quickest(measured.hits)]
-    return max(0.0, median(over))
+def fit_hit(measured: Measured, cost: EngineCost) -> float:
+    """Seconds of prefill that a prompt takes for having something cached, beside its steps: more than its twin, attention aside. Twins run
+    one after the other, so that a machine that drifts is not taken for it.
+    """
+    pairs = zip(measured.hits, measured.hit_twins, strict=True)
+    return max(0.0, median(hit.seconds - twin.seconds - cost.prefill_pair_s * hit.tokens * hit.cached for hit, twin in pairs))
 
 
 def fit_beside(measured: Measured, costs: dict[str, EngineCost], step_tokens: int, rtt_s: float) -> dict[str, dict[str, float]]:
@@ -182,20 +219,22 @@ def fit_beside(measured: Measured, costs: dict[str, EngineCost], step_tokens: in
     links = [times for run in measured.links if (times := later_steps(run, run.prefill_s - rtt_s)) is not None]
     main = [run.seconds / costs["main"].step(run.rows, run.rows * run.context) for run in measured.beside_link]
     found = {"link": {"prefill": max(1.0, median(links)), "main": max(1.0, median(main))}}
-    pushes = [run.seconds - rtt_s for run in measured.pushes]
-    if pushes:
-        pushed = [seconds / cost.prefill(run.tokens, 0, step_tokens) for run, seconds in zip(measured.pushes, pushes, strict=True)]
-        found["push"] = {"prefill": max(1.0, median(pushed))}
+    if measured.pushes:  # what the longest had more than the shortest: what both waited for is out
+        short, *_, long = sorted(_typical(measured.pushes), key=lambda run: run.tokens)
+        alone_s = cost.prefill(long.tokens, 0, step_tokens) - cost.prefill(short.tokens, 0, step_tokens)
+        found["push"] = {"prefill": max(1.0, (long.seconds - short.seconds) / alone_s)}
     return found
 
 
 def fit_far(
     measured: Measured, costs: dict[str, EngineCost], step_tokens: int, beside_main: float, reserve_steps: float
 ) -> dict[str, float]:
-    """How many times longer roles take where main's tokens cross the link. ``beside_main``: what main's rows alone do to prefill."""
+    """How many times longer roles take where main's tokens cross the link. ``beside_main``: what main's rows alone do to prefill, beside
+    which the rest adds up (:meth:`pdd.sim.server.Host.speed`).
+    """
     main = [run.step_s / costs["main"].step(run.rows, run.rows * run.context) for run in measured.far]
     prefill = [
-        (run.prefill.seconds - reserve_steps * run.step_s) / (beside_main * costs["prefill"].prefill(run.prefill.tokens, 0, step_tokens))
+        (run.prefill.seconds - reserve_steps * run.step_s) / costs["prefill"].prefill(run.prefill.tokens, 0, step_tokens) - beside_main + 1
         for run in measured.far
     ]
     return {"prefill": max(1.0, median(prefill)), "main": max(1.0, median(main))}
@@ -225,14 +264,12 @@ def first_overhead(firsts_s: Sequence[float], step: Callable[[int, float], float
     return max(0.0, median(firsts_s) - step(1, 0.0))
 
 
-def _quickest(runs: Sequence[PrefillRun]) -> list[PrefillRun]:
-    """One of each kind."""
-    best: dict[tuple[int, int], PrefillRun] = {}
+def _typical(runs: Sequence[PrefillRun]) -> list[PrefillRun]:
+    """The median of each kind: what else a machine does is in the requests that are predicted, too."""
+    kinds: dict[tuple[int, int], list[float]] = {}
     for run in runs:
-        key = run.tokens, run.cached
-        if key not in best or run.seconds < best[key].seconds:
-            best[key] = run
-    return list(best.values())
+        kinds.setdefault((run.tokens, run.cached), []).append(run.seconds)
+    return [PrefillRun(tokens, median(seconds), cached) for (tokens, cached), seconds in kinds.items()]
 
 
 def _least_squares(columns: np.ndarray, seconds: np.ndarray) -> list[float]:

@@ -33,9 +33,12 @@ class Transfer:
 
 
 class Link(Protocol):
-    """``queued_bytes``, ``num_transfers``: what is under way now · ``sent_bytes``: ever."""
+    """``queued_bytes``, ``num_transfers``: what is under way now · ``sent_bytes``: ever · ``on_busy``: is told when ``busy`` may have
+    changed.
+    """
 
     rate_bytes_s: float
+    on_busy: Callable[[], None] | None
 
     @property
     def sent_bytes(self) -> float: ...
@@ -77,6 +80,14 @@ class FairLink:
         flow = flow_bytes_s or rate_bytes_s
         lanes = rate_bytes_s / flow
         self._server = SharedServer(env, lambda jobs, _: flow if jobs <= lanes else rate_bytes_s / jobs)
+
+    @property
+    def on_busy(self) -> Callable[[], None] | None:
+        return self._server.on_change
+
+    @on_busy.setter
+    def on_busy(self, told: Callable[[], None] | None) -> None:
+        self._server.on_change = told
 
     @property
     def busy(self) -> bool:
@@ -136,6 +147,7 @@ class ShortestLink:
     def __init__(self, env: simpy.Environment, rate_bytes_s: float, flow_bytes_s: float | None) -> None:
         self.rate_bytes_s = rate_bytes_s
         self.sent_bytes = 0.0
+        self.on_busy: Callable[[], None] | None = None
         self._env = env
         flow = min(flow_bytes_s or rate_bytes_s, rate_bytes_s)
         self._flow = flow
@@ -193,6 +205,7 @@ class ShortestLink:
             self.sent_bytes += sent
 
     def _choose(self) -> None:
+        was_busy = self.busy
         for one in self._running:
             if one.ready_bytes <= _ROUNDING * self.rate_bytes_s:
                 self._empty(one)
@@ -203,6 +216,8 @@ class ShortestLink:
             timer = self._timer
             first = min(self._running, key=lambda one: one.ready_bytes)
             when(self._env.timeout(first.ready_bytes / self._flow), lambda: self._due(timer, first))
+        if self.on_busy is not None and self.busy != was_busy:
+            self.on_busy()
 
     def _due(self, timer: int, first: Transfer) -> None:
         if timer == self._timer:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdd.sim.server import SharedServer
-from pdd.sim.spec import RoleSpec
+from pdd.sim.spec import Jitter, RoleSpec
 from pdd.worker.scheduler import RowDemand, StepBudget, plan_step
 
 
@@ -34,7 +36,7 @@ class PrefillJob:
 class PrefillEngine:
     """``server`` keeps the pace: a step is a job of as many seconds as it takes alone."""
 
-    def __init__(self, spec: RoleSpec, server: SharedServer) -> None:
+    def __init__(self, spec: RoleSpec, server: SharedServer, jitter: Jitter) -> None:
         self._cost = spec.cost
         self._budget = StepBudget(spec.step_tokens, spec.max_rows)
         self._server = server
@@ -42,6 +44,8 @@ class PrefillEngine:
         self._number = 0
         self._num_steps = 0
         self._stepping = False
+        self._sigma = jitter.sigma
+        self._random = random.Random(jitter.seed)
 
     def add(
         self, miss_tokens: int, hit_tokens: int, computed: Callable[[int], None], done: Callable[[], None], more_s: float = 0.0
@@ -63,9 +67,13 @@ class PrefillEngine:
         if not rows:
             return
         self._num_steps += 1
-        work_s = self._cost.prefill_s
+        work_s, new_tokens = 0.0, 0
         for job, tokens in rows:
-            work_s += self._cost.chunk(tokens, job.behind) + (0.0 if job.last_step else job.more_s)
+            new_tokens += tokens
+            work_s += self._cost.attention(tokens, job.behind) + (0.0 if job.last_step else job.more_s)
+        work_s += self._cost.prefill_step(new_tokens)
+        if self._sigma:
+            work_s *= math.exp(self._random.gauss(0.0, self._sigma))
         self._server.run(work_s, lambda: self._stepped(rows))
 
     def _rows(self) -> list[tuple[PrefillJob, int]]:

@@ -288,8 +288,8 @@ class Host:
         if key not in self._times:
             measured = [busy for busy, times in self._spec.slowdown.items() if role in times and busy <= key[1]]
             times = self._spec.slowdown[max(measured, key=lambda busy: (len(busy), sorted(busy)))][role] if measured else 1.0
-            for name in self._beside:
-                times *= self._spec.beside.get(name, {}).get(role, 1.0)
+            # What each takes of the cores is lost beside what the others take: it adds up, it does not multiply.
+            times += sum(self._spec.beside.get(name, {}).get(role, 1.0) - 1.0 for name in self._beside)
             self._times[key] = times
         return 1.0 / self._times[key]
 

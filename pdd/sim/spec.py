@@ -70,6 +70,14 @@ class Overheads:
 
 
 @dataclass(frozen=True)
+class Jitter:
+    """By how much the time of a prefill step varies: ``sigma`` of its logarithm, normal around what it costs · ``seed``: of the draws."""
+
+    sigma: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
 class SystemSpec:
     """``relay`` None: there is none. ``local_bytes_s``: KV from prefill to relay within the site · ``host`` None: each worker has chips of
     its own.
@@ -85,6 +93,7 @@ class SystemSpec:
     rule: Rule = "pdd"
     host: HostSpec | None = None
     overheads: Overheads = Overheads()
+    jitter: Jitter = Jitter()
 
     def __post_init__(self) -> None:
         for name, role in (("prefill", self.prefill), ("relay", self.relay), ("main", self.main)):

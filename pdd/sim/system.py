@@ -86,14 +86,15 @@ class System:
         self.env = env
         self.spec = spec
         host = self._host = None if spec.host is None else Host(spec.host)
-        self.prefill = Fleet(env, "prefill", spec.prefill, host)
-        self.main = Fleet(env, "main", spec.main, host)
-        self.relay = None if spec.relay is None else Fleet(env, "relay", spec.relay, host)
+        self.prefill = Fleet(env, "prefill", spec.prefill, host, spec.jitter)
+        self.main = Fleet(env, "main", spec.main, host, spec.jitter)
+        self.relay = None if spec.relay is None else Fleet(env, "relay", spec.relay, host, spec.jitter)
         self.link = make_link(env, spec.link)
         self._goodput_bytes_s = (spec.link.flow_bytes_s or spec.link.rate_bytes_s) / spec.link.coded_share  # of one transfer alone
         self._num_pushes = 0
         if host is not None:
             host.watch("link", lambda: self.link.busy)
+            self.link.on_busy = host.look
             host.watch("push", lambda: self._num_pushes > 0)
             host.watch("far", lambda: spec.link.rtt_s > 0 and any(worker.engine.num_jobs for worker in self.main.workers))
         policy = spec.policy
@@ -234,8 +235,11 @@ class System:
             self._host.look()
 
     def _push_ends(self, run: _Run) -> None:
-        self._num_pushes -= run.pushes
-        run.pushes = False
+        if run.pushes:
+            self._num_pushes -= 1
+            run.pushes = False
+            if self._host is not None:
+                self._host.look()
 
     def _send_to_main(self, run: _Run) -> None:
         """``run.arrival`` succeeds when what main lacked is at main: what prefill has goes at once, the rest as it is computed."""
@@ -249,8 +253,6 @@ class System:
         self._send(run, run.job.behind - run.main_hit)
 
     def _sent(self, run: _Run) -> None:
-        if self._host is not None:
-            self._host.look()
         overheads = self.spec.overheads
         link_s = overheads.link_busy_s if run.main.engine.num_jobs else overheads.link_s
         run.arrival.succeed_in(self.spec.link.rtt_s / 2 + link_s)
@@ -259,8 +261,6 @@ class System:
         """Tokens of the prompt that main lacks and prefill has; none for those that main holds."""
         if run.transfer is not None and tokens > 0:
             self.link.feed(run.transfer, tokens * self.spec.kv_bytes_per_token)
-            if self._host is not None:
-                self._host.look()
 
     def _direct(self, run: _Run, decision: PipelineDecision, ended: Callable[[Outcome], None]) -> Steps:
         yield run.arrival

@@ -12,7 +12,7 @@ from pdd.roles import Role
 from pdd.sim.cache import PrefixCache, Prompt
 from pdd.sim.prefill import PrefillEngine
 from pdd.sim.server import Host, Job, Places, SharedServer
-from pdd.sim.spec import RoleSpec
+from pdd.sim.spec import Jitter, RoleSpec
 
 # After so many more tokens what was learned of prefill's pace has lost half its weight, as in the live coordinator.
 _HALF_LIFE_TOKENS = 20_000
@@ -23,7 +23,7 @@ class Worker:
     is that role's · ``pace``: seconds per prompt token that requests saw, waiting included.
     """
 
-    def __init__(self, env: simpy.Environment, name: str, role: Role, spec: RoleSpec, host: Host | None) -> None:
+    def __init__(self, env: simpy.Environment, name: str, role: Role, spec: RoleSpec, host: Host | None, jitter: Jitter) -> None:
         self.name = name
         self.role = role
         self.spec = spec
@@ -34,7 +34,7 @@ class Worker:
         self._host = host
         self._load = WorkerLoad(name, role, True, 0, spec.max_rows)
         self.engine = SharedServer(env, self._prefill_pace if role == "prefill" else self._decode_pace)
-        self.prefill = PrefillEngine(spec, self.engine)
+        self.prefill = PrefillEngine(spec, self.engine, jitter)
         if host is not None:
             host.add(role, self.engine)
 
@@ -72,9 +72,9 @@ class Worker:
 class Fleet:
     """The workers of one role, chosen from by the live system's routing."""
 
-    def __init__(self, env: simpy.Environment, role: Role, spec: RoleSpec, host: Host | None) -> None:
+    def __init__(self, env: simpy.Environment, role: Role, spec: RoleSpec, host: Host | None, jitter: Jitter) -> None:
         self.role = role
-        self.workers = [Worker(env, f"{role}-{index}", role, spec, host) for index in range(spec.count)]
+        self.workers = [Worker(env, f"{role}-{index}", role, spec, host, jitter) for index in range(spec.count)]
         self._by_name = {worker.name: worker for worker in self.workers}
         self._limits = RoutingLimits()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,9 +25,11 @@ from pdd.sim.fit import (
     fit_extend,
     fit_far,
     fit_hit,
+    fit_jitter,
     fit_link_overhead,
     fit_prefill,
     fit_slowdown,
+    fit_steps,
     fit_waits,
 )
 from pdd.sim.run import simulate
@@ -59,6 +62,38 @@ def test_a_fit_has_no_negative_part() -> None:
         fit_extend([ExtendRun(8, 0.2)])
 
 
+def test_stairs_of_an_engine_that_pads_its_steps_are_found_and_gone_up() -> None:
+    """Steps of 100, 200 or 400 tokens, whatever is asked; attention beside them."""
+    pair_s = 3e-7
+
+    def made(tokens: int) -> float:
+        full, last = divmod(tokens - 1, 400)
+        stairs_s = sum(next(size for size in (100, 200, 400) if size >= part) * 1e-3 for part in (*[400] * full, last + 1))
+        return 0.02 * (full + 1) + stairs_s + pair_s * tokens**2 / 2
+
+    lengths = (50, 100, 101, 150, 200, 201, 300, 400, 800, 1600)
+    runs = [PrefillRun(tokens, made(tokens) * noise) for tokens in lengths for noise in (0.97, 1.0, 1.03)]
+    steps, found_pair_s = fit_steps(runs, 400)
+    assert found_pair_s == pytest.approx(pair_s)
+    cost = EngineCost(9.0, 9.0, found_pair_s, 0.0, 0.0, 0.0, 0.0, steps)  # the line is not asked
+    for tokens in (20, 70, 170, 350, 401, 700, 1250):
+        assert cost.prefill(tokens, 0, 400) == pytest.approx(made(tokens))
+    assert cost.prefill(150, 1000, 400) == pytest.approx(made(150) + pair_s * 150 * 1000)
+    assert cost.prefill(0, 1000, 400) == 0
+    assert fit_steps([run for run in runs if run.tokens != 400], 400) == ((), 0.0)
+    with pytest.raises(ValueError, match="several steps"):
+        fit_steps([run for run in runs if run.tokens <= 400], 400)
+    with pytest.raises(ValueError, match="ascending"):
+        EngineCost(9.0, 9.0, 0.0, 0.0, 0.0, 0.0, 0.0, ((200, 0.1), (100, 0.2)))
+
+
+def test_how_much_steps_vary_is_found_again() -> None:
+    rng = np.random.default_rng(1)
+    prefills = [PrefillRun(tokens, tokens * 1e-3 * float(np.exp(rng.normal(0, 0.08)))) for tokens in range(10, 110) for _ in range(9)]
+    assert fit_jitter(Measured(prefills=prefills)) == pytest.approx(0.08, rel=0.15)
+    assert fit_jitter(Measured(prefills=prefills[::9])) == 0
+
+
 _PREFILL = EngineCost(0.03, 1e-3, 1e-7, 0.03, 0.0, 0.0, 1e-3)
 _MAIN = EngineCost(0.03, 1e-3, 1e-7, 0.04, 0.002, 1e-6, 1e-3)
 
@@ -89,9 +124,9 @@ def test_what_engines_do_to_each_other_is_the_median_of_what_was_measured() -> N
 
 
 def test_what_tokens_over_the_link_cost_is_found_again() -> None:
-    """1.1 times main's steps, 1.2 times prefill's beside main, which alone make it 1.8; 0.04 s of a transfer beside all else."""
+    """1.1 times main's steps, a fifth more of prefill beside main, which alone makes it 1.8 times; 0.04 s of a transfer beside all else."""
     step_s = 1.1 * _MAIN.step(4, 1000)
-    prefill = PrefillRun(512, 1.5 * step_s + 1.8 * 1.2 * _PREFILL.prefill(512, 0, 256))
+    prefill = PrefillRun(512, 1.5 * step_s + (1.8 + 0.2) * _PREFILL.prefill(512, 0, 256))
     link = LinkRun(32, 0.2, 0.2 + 0.1 + 0.03 + 0.01 + 2.5 * step_s + 0.04, 1_000_000, 500_000)
     measured = Measured(far=[FarRun(4, 250, step_s, prefill, link)])
     costs = {"prefill": _PREFILL, "main": _MAIN}
@@ -100,8 +135,11 @@ def test_what_tokens_over_the_link_cost_is_found_again() -> None:
 
 
 def test_what_a_known_beginning_costs_is_what_steps_do_not() -> None:
-    measured = Measured(hits=[PrefillRun(32, _PREFILL.prefill(32, known, 256) + 0.03, known) for known in (500, 1500)])
-    assert fit_hit(measured, _PREFILL, 256) == pytest.approx(0.03)
+    """On a machine that is slower for half of the pairs."""
+    kinds = [(tokens, known, slower) for tokens in (32, 128) for known in (500, 1500) for slower in (0.0, 0.1)]
+    hits = [PrefillRun(tokens, _PREFILL.prefill(tokens, known, 256) + 0.03 + slower, known) for tokens, known, slower in kinds]
+    twins = [PrefillRun(tokens, _PREFILL.prefill(tokens, 0, 256) + slower) for tokens, _, slower in kinds]
+    assert fit_hit(Measured(hits=hits, hit_twins=twins), _PREFILL) == pytest.approx(0.03)
 
 
 def test_what_a_transfer_costs_is_found_again() -> None:
@@ -117,7 +155,7 @@ def test_what_a_transfer_costs_is_found_again() -> None:
     measured = Measured(
         links=[run(128), run(1024)],
         beside_link=[DecodeRun("main", 1, 250, 1.1 * _MAIN.step(1, 250), ("link",))],
-        pushes=[PrefillRun(512, 0.03 + 1.3 * _PREFILL.prefill(512, 0, 256))],
+        pushes=[PrefillRun(tokens, 0.03 + 1.3 * _PREFILL.prefill(tokens, 0, 256)) for tokens in (128, 1024, 128)],
     )
     beside = fit_beside(measured, {"prefill": _PREFILL, "main": _MAIN}, 256, 0.03)
     assert beside["link"] == pytest.approx({"prefill": 1.5, "main": 1.1})

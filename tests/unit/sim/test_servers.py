@@ -131,7 +131,29 @@ def test_engines_of_one_host_slow_each_other_down_as_measured() -> None:
     host.look()
     env.run(until=9.0)
     assert servers["prefill"].got(prefill) == pytest.approx(3.5)
-    assert servers["main"].got(main) == pytest.approx(5.6)
+    assert servers["main"].got(main) == pytest.approx(4.8 + 2 / 2.25)  # a quarter for prefill, and as much again for the link
+
+
+@pytest.mark.parametrize("make", [FairLink, ShortestLink])
+def test_an_engine_is_slow_beside_a_link_only_while_that_moves_something(make: type[FairLink] | type[ShortestLink]) -> None:
+    env = simpy.Environment()
+    host = Host(HostSpec({}, {"link": {"prefill": 2.0}}))
+    server = SharedServer(env, lambda n, _: host.speed("prefill"))
+    host.add("prefill", server)
+    link = make(env, 2.0, None)
+    host.watch("link", lambda: link.busy)
+    link.on_busy = host.look
+    job = server.add(100.0)
+    transfer = link.open(8.0, env.event().succeed)
+    env.run(until=1.0)
+    link.feed(transfer, 4.0)  # two seconds; then it waits for more
+    env.run(until=5.0)
+    assert server.got(job) == pytest.approx(1 + 1 + 2)
+    link.feed(transfer, 4.0)
+    env.run(until=6.0)
+    link.cancel(transfer)
+    env.run(until=7.0)
+    assert server.got(job) == pytest.approx(4 + 0.5 + 1)
 
 
 def test_who_leads_is_served_first() -> None:

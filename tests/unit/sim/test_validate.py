@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from pdd.bench.validate import Compared, load_measured, load_scenarios, predict,
 from pdd.cli import app
 from pdd.sim.against import Figures
 from pdd.sim.config import load_sim_config
+from pdd.sim.run import simulate
+from pdd.sim.spec import Jitter
 
 _COST = dict.fromkeys(("prefill_s", "prefill_token_s", "prefill_pair_s", "step_s", "row_s", "context_s", "extend_token_s"), 1e-4)
 _ROLE = {
@@ -48,6 +51,17 @@ def test_a_prediction_depends_on_the_link_and_on_nothing_else_that_changes(files
     fast = predict(spec, slow.model_copy(update={"link_rate_mbit_s": 1000.0}))
     assert fast["same_site"] == found["same_site"]
     assert fast["cross_site"].ttft_p50_s < 0.5 * found["cross_site"].ttft_p50_s
+
+
+def test_jitter_is_drawn_anew_for_each_repetition_and_the_same_every_time(files: tuple[Path, Path]) -> None:
+    spec = load_sim_config(files[0]).spec()
+    (scenario,) = load_scenarios(files[1])
+    varying = replace(spec, jitter=Jitter(0.3))
+    found = predict(varying, scenario)
+    assert found == predict(varying, scenario) != predict(spec, scenario)
+    first, other = (simulate(replace(spec, jitter=Jitter(0.3, seed)), scenario.traffic, 2)[1] for seed in (0, 1))
+    assert first != other
+    assert found["pdd"].ttft_p50_s == pytest.approx(predict(spec, scenario)["pdd"].ttft_p50_s, rel=0.3)
 
 
 def test_what_is_too_far_off_fails_and_what_was_measured_is_kept(files: tuple[Path, Path], tmp_path: Path) -> None:
