@@ -45,6 +45,7 @@ from pddbridge.links.outgoing import OutgoingTransfer
 from pddbridge.links.shm import ShmSender, ShmServer
 from pddbridge.links.slot_sender import SlotSender
 from pddbridge.links.tcp import Handshake, KVSender, KVServer
+from pddbridge.native.checksum import Checksum, fastest_checksum
 from pddbridge.native.moves import native_moves
 
 SPEC: Final = KVSpec.gqa(32, 8, 128, "bfloat16")
@@ -65,6 +66,14 @@ Feed = Callable[[OutgoingTransfer, Callable[[], int]], None]
 Results = dict[tuple[str, str], list[tuple[float, float]]]
 # Blocks of a token range, made in the arrays that are given, one per plane, or elsewhere.
 Make = Callable[[TokenRange, "tuple[np.ndarray, ...] | None"], tuple[KVBlock, ...]]
+
+
+def checksum() -> Checksum:
+    """As workers have it."""
+    found, fallbacks = fastest_checksum(None)
+    if fallbacks:
+        print(f"the package's checksum: {', '.join(fallbacks)}")
+    return found
 
 
 def pages_of(layout: KVLayout) -> KVPool:
@@ -98,7 +107,7 @@ async def _serve(pipe: Connection, epoch: int, num_transfers: int, first_placed:
         if transfer_id >= first_placed:
             await loop.run_in_executor(placing, write_block, pool, table, block)
 
-    server = KVServer(handshake, place, lambda *_: None, failed)
+    server = KVServer(handshake, place, lambda *_: None, failed, checksum=checksum())
     for transfer_id in range(1, num_transfers + 1):
         server.expect(transfer_id, TOKENS)
     shm = ShmServer(handshake, server.incoming)
@@ -138,7 +147,7 @@ class _Links:
 
     async def start(self) -> None:
         self._ports = self._pipe.recv()
-        self._senders = {"tcp": KVSender(SENDER), "shm": ShmSender(SENDER)}
+        self._senders = {"tcp": KVSender(SENDER, checksum=checksum()), "shm": ShmSender(SENDER)}
         if "nixl" in self._links:
             agent = NixlAgent("sender")
             await agent.start()

@@ -16,7 +16,7 @@ from crc32c import crc32c
 
 from pddbridge.codecs import CodecId
 from pddbridge.kv_spec import KVSpec
-from pddbridge.kv_wire import FORMAT_VERSION, MAGIC, Kind, WireError, WireFault, check_prefix
+from pddbridge.kv_wire import FORMAT_VERSION, LARGEST_PAYLOAD_BYTES, MAGIC, MAX_PAYLOAD_BYTES, Kind, WireError, WireFault, check_prefix
 
 PROTOCOL_VERSION: Final = 2
 # Order of a payload's axes and its version: what an exporter converts to and an importer converts from.
@@ -84,14 +84,29 @@ def hello(mine: Handshake, receiver_epoch: int) -> bytes:
     return encode_message("hello", _terms(mine, receiver_epoch))
 
 
-def welcome(mine: Handshake, codecs: Collection[CodecId] = (CodecId.RAW,)) -> bytes:
-    """The receiver's answer to an acceptable hello. ``codecs``: those it takes."""
-    return encode_message("welcome", {**_terms(mine, mine.epoch), "codecs": ",".join(CodecId(c).name for c in sorted(codecs))})
+def welcome(mine: Handshake, codecs: Collection[CodecId] = (CodecId.RAW,), max_payload_bytes: int | None = None) -> bytes:
+    """The receiver's answer to an acceptable hello. ``codecs``: those it takes. ``max_payload_bytes``: so large a block in one frame; None:
+    not said.
+    """
+    taken = {"codecs": ",".join(CodecId(c).name for c in sorted(codecs))}
+    if max_payload_bytes is not None:
+        taken["max_payload_bytes"] = str(max_payload_bytes)
+    return encode_message("welcome", {**_terms(mine, mine.epoch), **taken})
 
 
 def codecs_of(body: dict[str, str]) -> frozenset[CodecId]:
     """The codecs that the receiver who sent a welcome takes, as far as they are known here; raw ones at least."""
     return frozenset({CodecId.RAW, *(CodecId[name] for name in body.get("codecs", "").split(",") if name in CodecId.__members__)})
+
+
+def payload_bytes_of(body: dict[str, str]) -> int:
+    """How large a block the receiver who sent a welcome takes in one frame, as far as frames are made so large here. Raises WireError for
+    anything but a number of at least ``MAX_PAYLOAD_BYTES``, which is what those take that say nothing.
+    """
+    given = _number64("max_payload_bytes", body.get("max_payload_bytes", str(MAX_PAYLOAD_BYTES)))
+    if given < MAX_PAYLOAD_BYTES:
+        raise WireError(WireFault.BODY, f"max_payload_bytes: given {given}, must be at least {MAX_PAYLOAD_BYTES}")
+    return min(given, LARGEST_PAYLOAD_BYTES)
 
 
 def refuse(error: HandshakeError) -> bytes:
@@ -131,7 +146,8 @@ def parse_terms(body: dict[str, str]) -> Terms:
     missing = sorted({"name", "epoch", "receiver_epoch", *_COMPARED} - body.keys())
     if missing:
         raise WireError(WireFault.BODY, f"handshake lacks {missing}")
-    return Terms(body["name"], _epoch(body["epoch"]), _epoch(body["receiver_epoch"]), {field: body[field] for field in _COMPARED})
+    epoch, receiver_epoch = (_number64(field, body[field]) for field in ("epoch", "receiver_epoch"))
+    return Terms(body["name"], epoch, receiver_epoch, {field: body[field] for field in _COMPARED})
 
 
 def parse_refuse(body: dict[str, str]) -> HandshakeError:
@@ -192,10 +208,10 @@ def _terms(mine: Handshake, receiver_epoch: int) -> dict[str, str]:
     return {"name": mine.name, "epoch": str(mine.epoch), "receiver_epoch": str(receiver_epoch), **_compared(mine)}
 
 
-def _epoch(text: str) -> int:
+def _number64(field: str, text: str) -> int:
     # Decimal text, not a JSON number: many JSON readers lose bits above 2^53.
     if not (text.isascii() and text.isdecimal() and len(text) <= 20 and int(text) < 1 << 64):
-        raise WireError(WireFault.BODY, f"epoch: given {text[:40]!r}, must be a 64-bit number in decimal")
+        raise WireError(WireFault.BODY, f"{field}: given {text[:40]!r}, must be a 64-bit number in decimal")
     return int(text)
 
 

@@ -81,7 +81,7 @@ class DueFrame:
         where = (framing.spec, framing.transfer_id, framing.epoch, self.sequence, self.block)
         if self.codec is CodecId.RAW:
             return OutgoingFrame(frame_of(*where, framing.checksum, framing.max_frame_bytes), self.block, attempt=self.attempt)
-        header, payload = coded_frame_of(*where, self.codec)
+        header, payload = coded_frame_of(*where, self.codec, framing.max_frame_bytes)
         return OutgoingFrame(header, self.block, payload, self.attempt)
 
     @property

@@ -25,7 +25,9 @@ from pddbridge.kv_spec import HeadRange, KVGroup, KVPlane, KVSpec, LayerRange, T
 
 MAGIC: Final = b"PDDK"
 FORMAT_VERSION: Final = 1
+# Every receiver takes the first; what it takes beyond, up to the second, is in its welcome.
 MAX_PAYLOAD_BYTES: Final = 1 << 20
+LARGEST_PAYLOAD_BYTES: Final = 4 << 20
 # Codes are the wire's own; names are KV_DTYPES'.
 DTYPE_CODES: Final = {"float32": 1, "bfloat16": 2, "float16": 3, "float8_e4m3fn": 4, "float8_e5m2": 5, "int8": 6}
 
@@ -262,10 +264,10 @@ def block_of(header: FrameHeader, spec: KVSpec, values: np.ndarray, checksum: Ca
 
 
 def coded_frame_of(
-    spec: KVSpec, transfer_id: int, epoch: int, sequence: int, block: KVBlock, codec: CodecId
+    spec: KVSpec, transfer_id: int, epoch: int, sequence: int, block: KVBlock, codec: CodecId, max_bytes: int = MAX_PAYLOAD_BYTES
 ) -> tuple[FrameHeader, bytes | memoryview]:
     """As :func:`frame_of`, with the payload, in ``codec`` where that makes it smaller. Raises ValueError as :func:`frame_of`."""
-    header = frame_of(spec, transfer_id, epoch, sequence, block, checksum=lambda _: 0)
+    header = frame_of(spec, transfer_id, epoch, sequence, block, lambda _: 0, max_bytes)
     used, payload = encode_frame(CODECS[codec], block.values)
     return replace(header, codec=used, payload_crc=crc32c(payload), payload_bytes=len(payload)), payload
 

@@ -93,6 +93,7 @@ async def greet(
     peers: Collection[str] | None,
     codecs: Collection[CodecId] = _RAW_ONLY,
     check_name: Callable[[str], None] | None = None,
+    max_payload_bytes: int | None = None,
 ) -> None:
     """Answer a hello's ``body``: welcome, or refuse and raise HandshakeError. Raises WireError if it is none, OSError. ``check_name``
     raises HandshakeError unless the sender is whom it says; nothing of ours is compared, and so told, before.
@@ -104,4 +105,4 @@ async def greet(
     except HandshakeError as error:
         await tcp_io.send(sock, refuse(error), memoryview(b""))
         raise
-    await tcp_io.send(sock, welcome(mine, codecs), memoryview(b""))
+    await tcp_io.send(sock, welcome(mine, codecs, max_payload_bytes), memoryview(b""))

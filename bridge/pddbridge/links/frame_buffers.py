@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from pddbridge.kv_wire import MAX_PAYLOAD_BYTES
+from pddbridge.kv_wire import LARGEST_PAYLOAD_BYTES
 
 # Below this the allocator gives memory that is mapped already.
 _SMALLEST_BYTES: Final = 64 << 10
@@ -17,7 +17,9 @@ _FREE_REFERENCES: Final = 3
 
 
 class FrameBuffers:
-    """At most 16 MiB are kept. A buffer is free when no array refers to it any more: whoever places a block may keep its values."""
+    """At most 64 MiB are kept, of which as much is memory as frames were large. A buffer is free when no array refers to it any more:
+    whoever places a block may keep its values.
+    """
 
     def __init__(self) -> None:
         self._buffers: list[np.ndarray] = []
@@ -31,5 +33,5 @@ class FrameBuffers:
                 return buffer[:num_bytes]
         if len(self._buffers) == _MAX_BUFFERS:
             return np.empty(num_bytes, np.uint8)
-        self._buffers.append(np.empty(MAX_PAYLOAD_BYTES, np.uint8))
+        self._buffers.append(np.empty(LARGEST_PAYLOAD_BYTES, np.uint8))
         return self._buffers[-1][:num_bytes]

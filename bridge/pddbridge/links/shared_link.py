@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Final, Protocol
 
-from pddbridge.kv_wire import MAX_PAYLOAD_BYTES
+from pddbridge.kv_wire import LARGEST_PAYLOAD_BYTES
 from pddbridge.link_schedule import LinkRules, TurnReason
 from pddbridge.links.outgoing import OutgoingTransfer
 from pddbridge.links.schedule import Turns
@@ -31,11 +31,11 @@ _UNMEASURED_PATIENCE_S: Final = 0.1
 _STALLED_AFTER_S: Final = 1.0
 
 
-def frame_bytes(wire_bytes_s: float | None) -> int:
-    """How large frames may be on a link of this measured rate; None: not measured."""
+def frame_bytes(wire_bytes_s: float | None, most: int = LARGEST_PAYLOAD_BYTES) -> int:
+    """How large frames may be on a link of this measured rate, to a receiver that takes ``most``; None: not measured."""
     if wire_bytes_s is None:
         return _UNMEASURED_FRAME_BYTES
-    return int(min(MAX_PAYLOAD_BYTES, max(_MIN_FRAME_BYTES, wire_bytes_s * _FRAME_S)))
+    return int(min(most, max(_MIN_FRAME_BYTES, wire_bytes_s * _FRAME_S)))
 
 
 def unsent_bytes(wire_bytes_s: float | None) -> int:

@@ -55,9 +55,8 @@ class ShmSender(SlotSender):
         self._prepared[epoch] = arena
         return arena.loans
 
-    async def close(self) -> None:
-        await super().close()
-        self._prepared.clear()
+    def _unprepare(self, epoch: int) -> None:
+        self._prepared.pop(epoch, None)
 
 
 class _ShmCarrier:

@@ -106,9 +106,11 @@ Connect = Callable[[], Awaitable[Carrier]]
 
 
 class SlotPeer:
-    """The receiver with ``epoch``. The connection is opened when a transfer is, and then stays."""
+    """The receiver with ``epoch``. The connection is opened when a transfer is, and then stays. ``unprepare``: lets go of what was prepared
+    for a connection that nobody wants any more.
+    """
 
-    def __init__(self, epoch: int, connect: Connect, settings: SlotSettings) -> None:
+    def __init__(self, epoch: int, connect: Connect, settings: SlotSettings, unprepare: Callable[[], None]) -> None:
         self.bytes_sent = 0
         self.frames_resent = 0
         self.connections_opened = 0
@@ -117,6 +119,7 @@ class SlotPeer:
         self.frames_copied = 0
         self.lender = Lender()
         self._connect = connect
+        self._unprepare = unprepare
         self._epoch = epoch
         self._settings = settings
         self._loop = asyncio.get_running_loop()
@@ -181,6 +184,7 @@ class SlotPeer:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None  # its exception holds on to the arena
+        self._lend_nothing()
 
     # What follows is for the connection.
 
@@ -217,6 +221,7 @@ class SlotPeer:
             # A break is looked into at once while transfers live, also if nothing is to be sent: the receiver may be gone.
             while not (self._turns or self.num_live):
                 self._farewells.clear()
+                self._lend_nothing()
                 await self.wait_for_work()
             try:
                 end = await self._use_one_connection()
@@ -254,6 +259,11 @@ class SlotPeer:
         finally:
             self.lender.loans = None
             self.connected = False
+
+    def _lend_nothing(self) -> None:
+        """Nothing is connected, and nothing wants to be: as when the receiver was gone, or the transfer, before it came to that."""
+        self.lender.loans = None
+        self._unprepare()
 
     def _fail_all(self, failure: TransferFailed) -> None:
         """Every live transfer to this receiver, also one that has nothing to send yet."""

@@ -63,7 +63,8 @@ class SlotSender(ABC):
         self._retire(receiver_epoch)
         peer = self._peers.get(receiver_epoch)
         if peer is None:
-            peer = SlotPeer(receiver_epoch, partial(self._connect, host, port, receiver_epoch), self._settings)
+            connect = partial(self._connect, host, port, receiver_epoch)
+            peer = SlotPeer(receiver_epoch, connect, self._settings, partial(self._unprepare, receiver_epoch))
             peer.lender.loans = self._lends_at_once(receiver_epoch)
         lend = peer.lender.lend if self.lends else None
         max_attempts = self._settings.max_attempts
@@ -101,6 +102,10 @@ class SlotSender(ABC):
     def _lends_at_once(self, epoch: int) -> SlotLoans | None:
         """Memory of the connection that will be made to that receiver, where it is there before the connection is."""
         return None
+
+    def _unprepare(self, epoch: int) -> None:
+        """Let go of that memory: the connection will not be made."""
+        return
 
     def _retire(self, receiver_epoch: int) -> None:
         """Forget receivers that are gone: nothing is sent to them any more and their connection has ended."""

@@ -82,8 +82,32 @@ class Arrivals:
         return header
 
 
+class Room:
+    """``capacity`` for what is in memory at once, taken by one task and given back by anybody."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._free = capacity
+        self._given_back = asyncio.Event()
+
+    async def take(self, size: int) -> int:
+        """Returns when there is room for ``size``, or for nothing else where that is too large: what was taken."""
+        size = min(size, self._capacity)
+        while self._free < size:
+            self._given_back.clear()
+            await self._given_back.wait()
+        self._free -= size
+        return size
+
+    def give_back(self, size: int) -> None:
+        self._free += size
+        self._given_back.set()
+
+
 class InboundConnection:
-    """At most ``max_placing`` frames are in memory at once; then the connection is not read until one is placed."""
+    """At most ``max_placing`` MiB of frames, each counted in whole ones, or one that is larger are in memory at once; then the connection
+    is not read until one is placed. ``max_payload_bytes``: of a block in a frame.
+    """
 
     def __init__(
         self,
@@ -96,6 +120,7 @@ class InboundConnection:
         checksum: Checksum,
         max_placing: int,
         idle_timeout_s: float,
+        max_payload_bytes: int,
     ) -> None:
         self._sock = sock
         self._spec = spec
@@ -106,7 +131,8 @@ class InboundConnection:
         self._checksum = checksum
         self._idle_timeout_s = idle_timeout_s
         self._intake = Intake(sock, ahead_bytes=FRAME_HEADER_BYTES)
-        self._slots = asyncio.Semaphore(max_placing)
+        self._max_payload_bytes = max_payload_bytes
+        self._room = Room(max_placing)
         self._sending = asyncio.Lock()
         self._arrivals = Arrivals()
         self._more_comes = False
@@ -136,7 +162,7 @@ class InboundConnection:
             kind = check_prefix(note, (Kind.FRAME, Kind.ASK, Kind.STOP, Kind.PING))
             if kind is Kind.FRAME:
                 await self._intake.fill(rest, inside=True)
-                await self._take_frame(decode_frame_header(head, self._spec, self._codecs))
+                await self._take_frame(decode_frame_header(head, self._spec, self._codecs, self._max_payload_bytes))
             else:
                 await self._take_note(decode_note(note, (kind,)))
             # Bytes that are there already are read without yielding: let others have the loop between two messages.
@@ -145,7 +171,7 @@ class InboundConnection:
 
     async def _take_frame(self, header: FrameHeader) -> None:
         self._more_comes = True
-        await self._slots.acquire()
+        size = await self._room.take(-(-header.payload_bytes // MAX_PAYLOAD_BYTES))
         block = None
         if self._incoming.wants(header):
             values = empty_values(header, self._spec, self._buffers.take)
@@ -158,14 +184,14 @@ class InboundConnection:
                 # Nobody is a writer yet: whether the frame is still wanted is asked again when it is decoded.
                 block = await self._coding.run(partial(decoded_block_of, header, self._spec, payload, values))
         else:
-            self._discarded = self._discarded or bytearray(MAX_PAYLOAD_BYTES)
+            self._discarded = self._discarded or bytearray(self._max_payload_bytes)
             await self._intake.fill(memoryview(self._discarded)[: header.payload_bytes], inside=True)
         self._more_comes = False
-        self._incoming.receive(header, block, partial(self._answered, self._arrivals.add(header)))
+        self._incoming.receive(header, block, partial(self._answered, self._arrivals.add(header), size))
 
-    def _answered(self, arrival: _Arrival, reply: Reply) -> None:
+    def _answered(self, arrival: _Arrival, size: int, reply: Reply) -> None:
         """Not before the frame is placed, or is known never to be."""
-        self._slots.release()
+        self._room.give_back(size)
         self._arrivals.settle(arrival, placed=reply.reason is None)
         if reply.reason is not None:
             self._refusals.append(Note(Kind.NACK, reply.transfer_id, reply.epoch, reply.sequence, reply.reason))

@@ -10,11 +10,11 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from pddbridge.codecs import CODECS, CodecId
-from pddbridge.kv_handshake import Handshake, HandshakeError, check_welcome, codecs_of, hello, parse_refuse
+from pddbridge.kv_handshake import Handshake, HandshakeError, check_welcome, codecs_of, hello, parse_refuse, payload_bytes_of
 from pddbridge.kv_notes import Note, StopReason
 from pddbridge.kv_sender import DueFrame, OutgoingFrame
 from pddbridge.kv_transfer import FailureCode, TransferFailed
-from pddbridge.kv_wire import Kind, WireError
+from pddbridge.kv_wire import MAX_PAYLOAD_BYTES, Kind, WireError
 from pddbridge.links import tcp_io, tls_io
 from pddbridge.links.coding import CodingThreads
 from pddbridge.links.outgoing import OutgoingTransfer
@@ -66,7 +66,7 @@ class SenderSettings:
 
 class Peer:
     """Connections to the receiver with ``epoch`` at ``host:port``. They are opened when a transfer is, and then stay. ``link``: whose
-    turn it is, of all transfers that share it.
+    turn it is, of all transfers that share it. ``max_payload_bytes``: of a block that the receiver takes in one frame, as far as it said.
     """
 
     def __init__(
@@ -85,6 +85,7 @@ class Peer:
         self.frames_resent = 0
         self.codecs_declined = 0
         self.connections_opened = 0
+        self.max_payload_bytes = MAX_PAYLOAD_BYTES
         self._handshake = handshake
         self._host = host
         self._port = port
@@ -338,7 +339,7 @@ class Peer:
             if settings.tls is not None:
                 assert isinstance(sock, ssl.SSLSocket)
                 check_peer(settings.tls, terms.name, sock, self._handshake.name, we_receive=False)
-            self._codecs = codecs_of(body)
+            self._codecs, self.max_payload_bytes = codecs_of(body), payload_bytes_of(body)
         except BaseException as error:  # cancellation as well: the socket has no owner yet
             sock.close()
             if isinstance(error, ssl.SSLError) and tls_io.is_final(error):

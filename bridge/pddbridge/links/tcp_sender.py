@@ -88,7 +88,7 @@ class KVSender:
         peer = self._peers.get(key) or Peer(self._handshake, host, port, receiver_epoch, self._settings, self._coding, shared)
         spec, settings = self._handshake.kv_spec, self._settings
         codec = settings.codec if codec is None else codec
-        largest = frame_bytes(peer.wire_bytes_s)
+        largest = frame_bytes(peer.wire_bytes_s, peer.max_payload_bytes)
         machine = Sender(
             spec,
             transfer_id,

@@ -15,6 +15,7 @@ from crc32c import crc32c
 from pddbridge.codecs import CODECS, CodecId
 from pddbridge.kv_handshake import Handshake
 from pddbridge.kv_spec import TokenRange
+from pddbridge.kv_wire import LARGEST_PAYLOAD_BYTES
 from pddbridge.links import tcp_io, tls_io
 from pddbridge.links.acceptor import Acceptor, greet
 from pddbridge.links.coding import CodingThreads
@@ -47,7 +48,8 @@ class ServerCounters:
 class KVServer:
     """Receives KV for one process. ``place``, ``complete``, ``failed`` as :class:`IncomingTransfers` says.
 
-    At most ``max_placing`` frames (1 MiB each) per connection are in memory at once; then the connection is not read until one is placed.
+    At most ``max_placing`` MiB of frames per connection, each counted in whole ones, are in memory at once, or one that is larger; then the
+    connection is not read until one is placed. ``max_payload_bytes``: the largest block that is taken in a frame.
     A connection on which nothing comes for ``idle_timeout_s`` is closed: senders keep theirs alive, so this one's is gone.
     ``codecs``: those of payloads that are taken, beside raw; a lossy one only if it is named here. ``peers``: names of the senders that are
     taken; None: anyone's. ``tls``: senders prove their names with certificates; None: plaintext. ``checksum``: of raw payloads, CRC32C.
@@ -60,7 +62,7 @@ class KVServer:
         complete: Complete,
         failed: Failed,
         *,
-        max_placing: int = 8,
+        max_placing: int = 16,
         max_connections: int = 256,
         handshake_timeout_s: float = 10.0,
         idle_timeout_s: float = 60.0,
@@ -68,6 +70,7 @@ class KVServer:
         peers: Collection[str] | None = None,
         tls: LinkTls | None = None,
         checksum: Checksum = crc32c,
+        max_payload_bytes: int = LARGEST_PAYLOAD_BYTES,
     ) -> None:
         self._peers = peers
         self._tls = tls
@@ -76,6 +79,7 @@ class KVServer:
         self._buffers = FrameBuffers()
         self._coding = CodingThreads()
         self._checksum = checksum
+        self._max_payload_bytes = max_payload_bytes
         self._codecs = frozenset({CodecId.RAW, *codecs})
         self._max_placing = max_placing
         self._acceptor = Acceptor("kv server", self._serve, max_connections)
@@ -129,7 +133,8 @@ class KVServer:
                 if self._tls is not None:
                     sock = await self._secured(sock, self._tls)
                 _, body = await tcp_io.receive_message(sock, ("hello",))
-                await greet(sock, body, self._handshake, self._peers, self._codecs, partial(self._check_name, sock))
+                terms = (self._peers, self._codecs, partial(self._check_name, sock), self._max_payload_bytes)
+                await greet(sock, body, self._handshake, *terms)
             await self._inbound(sock).serve()
         finally:
             sock.close()
@@ -151,5 +156,5 @@ class KVServer:
             check_peer(self._tls, name, sock, self._handshake.name, we_receive=True)
 
     def _inbound(self, sock: socket.socket) -> InboundConnection:
-        spec, limits = self._handshake.kv_spec, (self._max_placing, self._idle_timeout_s)
+        spec, limits = self._handshake.kv_spec, (self._max_placing, self._idle_timeout_s, self._max_payload_bytes)
         return InboundConnection(sock, spec, self._incoming, self._buffers, self._codecs, self._coding, self._checksum, *limits)

@@ -35,11 +35,13 @@ from pddbridge.kv_handshake import (
     encode_message,
     hello,
     parse_refuse,
+    payload_bytes_of,
 )
 from pddbridge.kv_notes import NOTE_BYTES, Note, decode_have_body, decode_note, encode_note, have_body_bytes
 from pddbridge.kv_spec import TokenRange
 from pddbridge.kv_wire import (
     FRAME_HEADER_BYTES,
+    LARGEST_PAYLOAD_BYTES,
     MAX_PAYLOAD_BYTES,
     Kind,
     WireError,
@@ -95,6 +97,7 @@ def _read_handshake(head: bytes, rest: bytes) -> None:
     assert size <= MAX_BODY_BYTES
     body = decode_body(rest[:size], crc32c(rest[:size]))
     codecs_of(body)
+    assert MAX_PAYLOAD_BYTES <= payload_bytes_of(body) <= LARGEST_PAYLOAD_BYTES
     if kind is Kind.REFUSE:
         parse_refuse(body)
     elif kind is Kind.HELLO:

@@ -21,6 +21,7 @@ from pddbridge.kv_handshake import (
     encode_message,
     hello,
     parse_refuse,
+    payload_bytes_of,
     refuse,
     welcome,
 )
@@ -41,6 +42,19 @@ def test_equal_sides_agree() -> None:
     theirs = check_hello(body_of(hello(SENDER, RECEIVER.epoch)), RECEIVER)
     assert (theirs.name, theirs.epoch) == ("prefill-1", 11)
     assert check_welcome(body_of(welcome(RECEIVER)), SENDER, RECEIVER.epoch).epoch == 2**64 - 1
+
+
+def test_a_welcome_says_how_large_a_frame_may_be() -> None:
+    assert payload_bytes_of(body_of(welcome(RECEIVER))) == 1 << 20
+    for said, taken in ((1 << 20, 1 << 20), (3_000_000, 3_000_000), (1 << 62, 4 << 20)):
+        assert payload_bytes_of(body_of(welcome(RECEIVER, max_payload_bytes=said))) == taken
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1e7", "0", str((1 << 20) - 1), str(2**64), "9" * 5000])
+def test_no_receiver_takes_less_than_a_mebibyte(text: str) -> None:
+    with pytest.raises(WireError) as caught:
+        payload_bytes_of({"max_payload_bytes": text})
+    assert caught.value.fault is WireFault.BODY
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,11 +13,11 @@ from hypothesis import strategies as st
 from pddbridge.kv_coverage import Coverage, Rectangle
 from pddbridge.kv_notes import MAX_RECTANGLES, NOTE_BYTES, Note, decode_have_body, decode_note, encode_have, encode_note, have_body_bytes
 from pddbridge.kv_spec import HeadRange, KVGroup, KVPlane, KVSpec, LayerRange, TokenRange
-from pddbridge.kv_wire import MAX_PAYLOAD_BYTES, FrameHeader, Kind, Reply, decode_reply, encode_reply
+from pddbridge.kv_wire import LARGEST_PAYLOAD_BYTES, FrameHeader, Kind, Reply, decode_reply, encode_reply
 from pddbridge.links.frame_buffers import FrameBuffers
 from pddbridge.links.schedule import LinkRules, Pacer, Priority, Turns
 from pddbridge.links.stats import GoodputMeter, RoundTrip
-from pddbridge.links.tcp_inbound import Arrivals
+from pddbridge.links.tcp_inbound import Arrivals, Room
 from tests.support.tcp_link import frame
 
 SPEC = KVSpec((KVGroup(0, 2, (KVPlane("k", 3, 2), KVPlane("v", 3, 2))), KVGroup(2, 1, (KVPlane("latent", 1, 4),))), "bfloat16")
@@ -123,6 +124,22 @@ def test_an_acknowledgement_never_speaks_for_a_frame_that_is_not_placed() -> Non
     assert arrivals.num_unanswered == 0
 
 
+async def test_room_for_frames_is_counted_and_a_frame_larger_than_all_of_it_goes_alone() -> None:
+    room = Room(4)
+    assert [await room.take(size) for size in (1, 2)] == [1, 2]
+    waiting = asyncio.create_task(room.take(9))
+    for size in (1, 2):
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        room.give_back(size)
+    assert await asyncio.wait_for(waiting, 5) == 4
+    waiting = asyncio.create_task(room.take(1))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    room.give_back(4)
+    assert await asyncio.wait_for(waiting, 5) == 1
+
+
 def test_warm_memory_is_given_again_only_when_nobody_refers_to_it() -> None:
     buffers = FrameBuffers()
     first = buffers.take(1 << 20)
@@ -138,7 +155,7 @@ def test_warm_memory_is_given_again_only_when_nobody_refers_to_it() -> None:
     assert third.__array_interface__["data"][0] != address  # a memoryview holds it
     del view
     assert buffers.take(1 << 20).__array_interface__["data"][0] == address
-    many = [buffers.take(MAX_PAYLOAD_BYTES) for _ in range(40)]
+    many = [buffers.take(LARGEST_PAYLOAD_BYTES) for _ in range(40)]
     assert len({one.__array_interface__["data"][0] for one in many}) == 40
     assert buffers.take(10).shape == (10,)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from dataclasses import replace
 
@@ -14,9 +15,11 @@ from pddbridge.kv_convert import KVPool, read_blocks
 from pddbridge.kv_handshake import hello, welcome
 from pddbridge.kv_layout import interleaved_heads
 from pddbridge.kv_spec import HeadRange, KVSpec, LayerRange, TokenRange
-from pddbridge.kv_wire import MAX_PAYLOAD_BYTES
+from pddbridge.kv_wire import LARGEST_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES, encode_frame_header, frame_of, payload_view
 from pddbridge.link_schedule import LinkRules
+from pddbridge.links import tcp_io
 from pddbridge.links.tcp import KVServer, SenderSettings, TransferFailed
+from pddbridge.links.tcp_peer import Peer
 from tests.support.cutting_proxy import Fault
 from tests.support.kv import bits, blocks_of, fill_slowly, random_planes
 from tests.support.tcp_link import (
@@ -66,31 +69,65 @@ async def test_a_transfer_is_exact_and_both_sides_report_it() -> None:
         assert sender.counters.num_open == 0
 
 
-async def test_large_blocks_travel_in_frames_of_at_most_a_mebibyte() -> None:
+@pytest.mark.parametrize(("taken", "largest"), [(MAX_PAYLOAD_BYTES, 1 << 20), (3 << 20, 3 << 20), (1 << 40, 4 << 20)])
+async def test_large_blocks_travel_in_frames_as_large_as_the_link_and_its_receiver_allow(
+    monkeypatch: pytest.MonkeyPatch, taken: int, largest: int
+) -> None:
+    """A link that is as fast as one likes: frames of 4 MiB to a receiver that takes them, smaller ones to others and on a new link."""
     spec = KVSpec.gqa(2, 4, 64, "float32")
+    monkeypatch.setattr(Peer, "wire_bytes_s", property(lambda peer: 1e9 if peer.num_connections else None))
     seen: list[KVBlock] = []
 
     async def place(_: int, block: KVBlock) -> None:
         seen.append(block)
 
     done: list[int] = []
-    server = KVServer(replace(RECEIVER, kv_spec=spec), place, lambda i, _: done.append(i), lambda i, f: pytest.fail(str(f)))
+    ends = (place, lambda i, _: done.append(i), lambda i, f: pytest.fail(str(f)))
+    server = KVServer(replace(RECEIVER, kv_spec=spec), *ends, max_payload_bytes=taken)
     port = await server.start("127.0.0.1", 0)
-    tokens = TokenRange(0, 3000)
-    planes = random_planes(spec, 3000, seed=4)
+    tokens = TokenRange(0, 6000)  # 24 MB
+    planes = random_planes(spec, 6000, seed=4)
+    most: list[int] = []
     async with sending(FAST, replace(SENDER, kv_spec=spec)) as sender:
-        server.expect(9, tokens)
-        transfer = sender.open("127.0.0.1", port, 22, 9, tokens)
-        for block in blocks_of(spec, planes, tokens):
-            transfer.push(block)
-        report = await transfer.done()
+        for transfer_id in (8, 9):
+            seen.clear()
+            server.expect(transfer_id, tokens)
+            transfer = sender.open("127.0.0.1", port, 22, transfer_id, tokens)
+            for block in blocks_of(spec, planes, tokens):
+                transfer.push(block)
+            report = await transfer.done()
+            assert report.num_frames == len(seen) > 5
+            most.append(max(block.values.nbytes for block in seen))
     await server.close()
-    assert done == [9]
-    assert report.num_frames == len(seen) > 10
-    assert max(block.values.nbytes for block in seen) <= MAX_PAYLOAD_BYTES
+    assert done == [8, 9]
+    assert most[0] <= 256 << 10
+    assert 0.9 * largest < most[1] <= largest
     for block in seen:
         want = planes[block.plane][block.layers.start : block.layers.stop, block.tokens.start : block.tokens.stop]
         assert np.array_equal(bits(block.values), bits(want))
+
+
+async def test_a_frame_larger_than_the_receiver_takes_is_refused_before_any_of_it_is_kept() -> None:
+    spec = KVSpec.gqa(2, 4, 64, "float32")
+    tokens = TokenRange(0, 600)
+    values = np.zeros((2, len(tokens), 4, 64), np.float32)
+    header = frame_of(spec, 1, 22, 0, KVBlock("k", LayerRange(0, 2), tokens, HeadRange(0, 4), values), max_bytes=4 << 20)
+    assert MAX_PAYLOAD_BYTES < header.payload_bytes <= LARGEST_PAYLOAD_BYTES
+    for taken in (MAX_PAYLOAD_BYTES, LARGEST_PAYLOAD_BYTES):
+        handshake = replace(RECEIVER, kv_spec=spec)
+        async with receiving(handshake, max_payload_bytes=taken) as target:
+            target.may_place.clear()
+            target.server.expect(1, tokens)
+            sock = await raw_connection(target.port, replace(SENDER, kv_spec=spec))
+            with contextlib.suppress(OSError):
+                await tcp_io.send(sock, encode_frame_header(header), payload_view(values))
+            if taken == LARGEST_PAYLOAD_BYTES:
+                await eventually(lambda target=target: target.num_placing == 1)
+                target.place_error = RuntimeError("these pages are for something else")
+            else:
+                await eventually(lambda target=target: target.server.counters.frames_refused == 1)
+                assert target.num_placing == 0
+            sock.close()
 
 
 # The hello is about 400 bytes; a frame of 16 tokens here is 80 + 4 * 16 * 3 * 8 * 2 = 3,152 bytes.
@@ -275,9 +312,9 @@ async def test_frames_are_striped_over_several_connections() -> None:
         target.server.expect(1, TOKENS)
         transfer = sender.open("127.0.0.1", target.port, 22, 1, TOKENS)
         push_in_chunks(transfer, chunk=1)
-        # 8 placings per connection at most: more at once means more than one carries frames
-        await eventually(lambda: target.num_placing > 16)
-        assert target.num_placing <= 24
+        # 16 placings per connection at most: more at once means more than one carries frames
+        await eventually(lambda: target.num_placing > 32)
+        assert target.num_placing <= 48
         target.may_place.set()
         await transfer.done()
         assert sender.counters.connections_opened == 3

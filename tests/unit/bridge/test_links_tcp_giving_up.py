@@ -101,9 +101,9 @@ async def test_cancelling_stops_sending_and_tells_the_owner() -> None:
         target.server.expect(1, TOKENS)
         transfer = sender.open("127.0.0.1", target.port, 22, 1, TOKENS)
         push_in_chunks(transfer, chunk=1)
-        await eventually(lambda: target.num_placing == 8)
+        await eventually(lambda: target.num_placing == 16)
         await asyncio.sleep(0.05)
-        assert target.num_placing == 8  # the connection is not read on while as many wait to be placed
+        assert target.num_placing == 16  # the connection is not read on while as many wait to be placed
         transfer.cancel()
         with pytest.raises(TransferFailed) as caught:
             await transfer.done()

@@ -17,7 +17,7 @@ from pddbridge.kv_convert import write_block
 from pddbridge.kv_handshake import welcome
 from pddbridge.kv_notes import NOTE_BYTES, Note, StopReason, decode_have_body, decode_note, encode_note, have_body_bytes
 from pddbridge.kv_spec import HeadRange, KVSpec, LayerRange, TokenRange
-from pddbridge.kv_wire import Kind, NackReason, encode_frame_header, payload_view
+from pddbridge.kv_wire import LARGEST_PAYLOAD_BYTES, Kind, NackReason, encode_frame_header, payload_view
 from pddbridge.links import tcp_io
 from pddbridge.links.tcp import KVSender, KVServer, Priority, SenderSettings, TransferFailed
 from tests.support.cutting_proxy import Fault
@@ -42,7 +42,7 @@ from tests.support.tcp_link import (
 )
 
 TOTAL_BYTES = len(TOKENS) * SPEC.bytes_per_token
-WELCOME_BYTES = len(welcome(RECEIVER, (CodecId.RAW, CodecId.ZSTD_PLANES)))
+WELCOME_BYTES = len(welcome(RECEIVER, (CodecId.RAW, CodecId.ZSTD_PLANES), LARGEST_PAYLOAD_BYTES))
 
 
 async def send_note(sock: object, note: Note) -> None:
