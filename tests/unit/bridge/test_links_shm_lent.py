@@ -98,6 +98,24 @@ async def test_a_cancelled_transfer_s_slots_come_back_when_the_receiver_has_answ
         await eventually(lambda: num_free(sender, target) == 6)
 
 
+@pytest.mark.parametrize("cancelled", [False, True], ids=["gone", "cancelled"])
+async def test_slots_made_for_a_connection_that_never_stands_are_let_go(cancelled: bool) -> None:
+    before = num_arenas()
+    async with sending(LENT) as sender:
+        async with receiving() as target:
+            pass
+        transfer = open_to(sender, target)
+        assert num_arenas() > before
+        if cancelled:
+            transfer.cancel()
+        else:
+            with pytest.raises(TransferFailed, match="cannot connect"):
+                await asyncio.wait_for(transfer.done(), 5)
+        await eventually(lambda: num_arenas() == before)
+        assert transfer.lend is not None
+        assert transfer.lend(100, False) is None
+
+
 async def test_a_slot_that_is_never_written_comes_back() -> None:
     async with receiving() as target, sending(LENT) as sender:
         target.server.expect(1, TOKENS)
