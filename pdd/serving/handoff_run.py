@@ -269,7 +269,7 @@ class HandoffRun:
         return None if self._main_name is None else self._figures.itl_s(self._main_name)
 
     def _snapshot(self, relay_proposes: bool, log_tokens: int) -> HandoffSnapshot:
-        race = self._race
+        race, usual_s = self._race, self._usual_delay_s()
         return HandoffSnapshot(
             log_tokens=log_tokens,
             sent_tokens=self._sent,
@@ -279,8 +279,8 @@ class HandoffRun:
             relay_stops_by_itself=self.relay_limit is not None,
             behind_before=self._behind_before,
             overlap_tokens=None if race is None else race.num_relayed,
-            main_delay_s=None if race is None else race.delay_s(self._clock()),
-            usual_delay_s=self._usual_delay_s(),
+            main_delay_s=None if race is None else race.delay_s(self._clock(), is_known=usual_s is not None),
+            usual_delay_s=usual_s,
             cover_s=self._delivery.cover_s,
             relay_itl_s=self._relay_itl_s(),
             steady_itl_s=self._steady_itl_s(),

@@ -12,7 +12,8 @@ class OverlapRace:
     """From the moment main is told to decode while the relay does, until main is first or lost. All times are of one monotonic clock.
 
     ``num_duplicates``: main's proposals that the relay was first with · ``num_rewinds``: those that differed, each time main is rewound ·
-    ``delays_s``: from the acceptance of a token to main's proposal of the next, whoever was first with that.
+    ``delays_s``: from the acceptance of a token to main's proposal of the next, whoever was first with that; but for the first of all,
+    for which main had to read what it was given.
     """
 
     def __init__(self, log_tokens: int, now_s: float) -> None:
@@ -23,6 +24,7 @@ class OverlapRace:
         self._accepted_s = [now_s]  # of positions from start - 1 on; main could not know that one before now
         self._last_proposal_s = now_s
         self._left_at: int | None = None
+        self._has_read = False
 
     @property
     def num_relayed(self) -> int:
@@ -39,8 +41,9 @@ class OverlapRace:
         """
         if self._left_at is not None:
             return False
-        if self._start <= position <= len(log_ids):
+        if self._has_read and self._start <= position <= len(log_ids):
             self.delays_s.append(now_s - self._accepted_s[position - self._start])
+        self._has_read = True
         if position >= len(log_ids):
             return True
         self._last_proposal_s = now_s
@@ -56,10 +59,10 @@ class OverlapRace:
         if self._left_at is not None and length > self._left_at:
             self._left_at = None
 
-    def delay_s(self, now_s: float) -> float | None:
+    def delay_s(self, now_s: float, is_known: bool) -> float | None:
         """From the acceptance of a token to main's proposal of the next: the worst of late. A main that has fallen silent is at least as
-        late as that lasts. None before there are so many: one may have been lucky.
+        late as that lasts. None before there are so many, as one may have been lucky; where main ``is_known``, before there is one.
         """
-        if len(self.delays_s) < _LATEST:
+        if len(self.delays_s) < (1 if is_known else _LATEST):
             return None
         return max(*self.delays_s[-_LATEST:], now_s - self._last_proposal_s)

@@ -6,6 +6,7 @@ Pushes that cross no declared link stay raw: inside a site the link is faster th
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -64,11 +65,13 @@ def codecs_taken(config: LaunchConfig, site: str) -> frozenset[CodecId]:
 
 
 def measure_codecs(spec: KVSpec) -> tuple[CodecSpeed, ...]:
-    """Every codec on normals in the shape of ``spec``'s first plane: some tens of milliseconds, so call it in a thread."""
+    """Every codec on normals in the shape of ``spec``'s first plane: some tens of milliseconds, so call it in a thread. In time of that
+    thread's on a processor: others start just then, too, and how busy it will be is not for this to say.
+    """
     plane = spec.groups[0].planes[0]
     shape = (min(spec.groups[0].num_layers, _SAMPLE_LAYERS), _SAMPLE_TOKENS, plane.num_heads, plane.head_dim)
     values = np.random.default_rng(0).standard_normal(shape).astype(spec.np_dtype_of(plane))
-    return tuple(measure_speed(codec, values) for codec_id, codec in CODECS.items() if codec_id is not CodecId.RAW)
+    return tuple(measure_speed(codec, values, clock=time.thread_time) for codec_id, codec in CODECS.items() if codec_id is not CodecId.RAW)
 
 
 class CodecChoice:

@@ -278,17 +278,19 @@ def test_proposals_that_rest_on_a_token_that_lost_do_not_count() -> None:
 
 def test_delay_is_the_worst_of_the_latest_and_grows_in_silence() -> None:
     race = OverlapRace(10, 5.0)
-    assert race.delay_s(9.0) is None
-    for at in (5.1, 5.2, 5.3, 5.4):
+    assert race.delay_s(9.0, is_known=True) is None
+    for at in (5.1, 5.2, 5.3, 5.4, 5.5):
         race.accepted(at)
-    log = list(range(100, 114))
-    for position, at in ((10, 5.9), (11, 5.4), (12, 5.5), (13, 5.5)):
+    log = list(range(100, 115))
+    for number, (position, at) in enumerate(((10, 5.9), (11, 5.8), (12, 5.5), (13, 5.5), (14, 5.6))):
+        assert (race.delay_s(at, is_known=True) is None) == (number < 2)
+        assert (race.delay_s(at, is_known=False) is None) == (number < 4)
         race.counts(position, 100 + position, log, at)
-    # since 5.0, 5.1, 5.2 and 5.3, and the first of the four does not count any more
-    assert race.delay_s(5.5) == pytest.approx(0.3)
-    assert race.delay_s(7.0) == pytest.approx(1.5)
-    assert race.counts(14, 114, log, 5.6), "with this one it is first"
-    assert race.delays_s == pytest.approx([0.9, 0.3, 0.3, 0.2, 0.2]), "and it was late by so much, too"
+    # since 5.1, 5.2, 5.3 and 5.4, and the first of the four does not count any more; what it took to read the log never did
+    assert race.delay_s(5.6, is_known=False) == pytest.approx(0.3)
+    assert race.delay_s(7.0, is_known=False) == pytest.approx(1.4)
+    assert race.counts(15, 115, log, 5.8), "with this one it is first"
+    assert race.delays_s == pytest.approx([0.7, 0.3, 0.2, 0.2, 0.3]), "and it was late by so much, too"
 
 
 def test_what_is_usual_outlasts_what_is_so_just_now() -> None:
