@@ -30,7 +30,7 @@ def serve(
     ] = "openai",
     endpoint: Annotated[str | None, typer.Option(help="path; default: the backend's")] = None,
     header: Annotated[list[str] | None, typer.Option(help="KEY=VALUE, sent with every request")] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="sent as a bearer token", show_envvar=True)] = None,
+    api_key: Annotated[str | None, typer.Option(envvar=["OPENAI_API_KEY", "PDD_API_KEY"], help="sent as a bearer token")] = None,
     model: Annotated[str, typer.Option(help="as the endpoint calls it")] = "smollm2-135m",
     tokenizer: Annotated[
         str | None, typer.Option(help="pulled model or directory whose vocabulary prompts are of; default: --model")

@@ -121,7 +121,8 @@ def test_the_command_writes_the_keys_of_vllm_bench_serve(tmp_path: Path) -> None
     ("environment", "options", "sent"),
     [
         ({}, [], None),
-        ({"OPENAI_API_KEY": "pdd-1"}, [], "Bearer pdd-1"),
+        ({"OPENAI_API_KEY": "pdd-1", "PDD_API_KEY": "pdd-3"}, [], "Bearer pdd-1"),
+        ({"PDD_API_KEY": "pdd-3"}, [], "Bearer pdd-3"),
         ({"OPENAI_API_KEY": "pdd-1"}, ["--api-key", "pdd-2"], "Bearer pdd-2"),
         ({"OPENAI_API_KEY": "pdd-1"}, ["--header", "authorization=Basic x"], "Basic x"),
     ],
@@ -140,7 +141,9 @@ def test_a_key_goes_with_every_request(environment: dict[str, str], options: lis
             "--random-output-len",
             "1",
         ]
-        result = CliRunner(env={"OPENAI_API_KEY": None}).invoke(app, ["bench", "serve", *always, *options], env=environment)
+        result = CliRunner(env={"OPENAI_API_KEY": None, "PDD_API_KEY": None}).invoke(
+            app, ["bench", "serve", *always, *options], env=environment
+        )
         assert result.exit_code == 0, result.output
         assert set(stub.authorizations) == {sent}
         assert len(stub.authorizations) >= 3  # the question for models, too
