@@ -73,7 +73,7 @@ class Prober:
             told(f"one request at a time, {number + 1} of {_ALONE_ROUNDS}")
             await self._alone(found)
         told("one request at a time, over the link, by relay, known in part")
-        for _ in range(_ROUNDS):
+        for _ in range(_ALONE_ROUNDS):
             await self._alone_over_the_link(found)
         for _ in range(_SLOW_ROUNDS):
             await self._alone_from_relay_to_main(found)
