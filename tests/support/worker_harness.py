@@ -25,7 +25,8 @@ from pddbridge.rpc.gen import worker_pb2, worker_pb2_grpc
 from pddbridge.sampling_params import SamplingParams
 from tests.support.ledger import IDLE_WITHIN_S, assert_idle
 
-EVENT_TIMEOUT_S = 10.0
+EVENT_TIMEOUT_S = 30.0
+CONNECT_TIMEOUT_S = 60.0
 
 
 class WorkerHarness:
@@ -81,6 +82,8 @@ class WorkerHarness:
         self.service.begin(self.runtime)
         self.channel = open_channel("127.0.0.1", self.port)
         self.stub = worker_pb2_grpc.WorkerStub(self.channel)
+        # A call on a channel whose first attempt to connect timed out fails: on a machine that is busy enough one does.
+        await asyncio.wait_for(self.channel.channel_ready(), CONNECT_TIMEOUT_S)
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
