@@ -120,6 +120,7 @@ class FairLink:
             return
         if transfer.piece is not None:
             transfer.left_bytes -= self._server.cancel(transfer.piece)
+            transfer.piece = None
         self._owed_bytes -= transfer.left_bytes
         self._end(transfer)
 
@@ -127,14 +128,19 @@ class FairLink:
         transfer.left_bytes -= transfer.ready_bytes
         transfer.ready_bytes, transfer.piece = 0.0, None
         if transfer.left_bytes <= _ROUNDING * self.rate_bytes_s:
+            done = transfer.done
             self._end(transfer)
-            transfer.done()
+            done()
 
     def _end(self, transfer: Transfer) -> None:
-        transfer.active = False
+        transfer.active, transfer.done = False, _over
         self.num_transfers -= 1
         if not self.num_transfers:
             self._owed_bytes = self._server.served  # what rounding left
+
+
+def _over() -> None:
+    """Of a transfer that has ended: it does not hold who asked for it, who holds it."""
 
 
 # Seconds of the link that rounding may leave over.
@@ -192,7 +198,7 @@ class ShortestLink:
         self._choose()
 
     def _end(self, transfer: Transfer) -> None:
-        transfer.active = False
+        transfer.active, transfer.done = False, _over
         del self._open[transfer.number]
 
     def _advance(self) -> None:
@@ -231,5 +237,6 @@ class ShortestLink:
         one.left_bytes -= one.ready_bytes
         one.ready_bytes = 0.0
         if one.active and one.left_bytes <= _ROUNDING * self.rate_bytes_s:
+            done = one.done
             self._end(one)
-            one.done()
+            done()

@@ -111,8 +111,8 @@ def simulate(
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """A run makes many short-lived objects beside a few thousand that stay: looking through those, and all that was imported, after every
-    few hundred took an eighth of its time.
+    """A run makes many objects that go as they came, beside a few thousand that stay for a while: a collector that looks through those, and
+    all that was imported, again and again took an eighth of the time.
     """
     before = gc.get_threshold()
     gc.collect()

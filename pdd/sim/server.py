@@ -226,14 +226,22 @@ Steps = Generator[simpy.Event, object, None]
 
 def begin(steps: Steps) -> None:
     """Run ``steps`` from now on, as a simpy process that nobody waits for or interrupts, without the events that one costs."""
+    _Going(steps).go()
 
-    def go(_: simpy.Event | None = None) -> None:
-        for event in steps:
+
+class _Going:
+    """Known to the event that it waits for alone: it goes when that has, and is no work for a collector."""
+
+    __slots__ = ("_steps",)
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+
+    def go(self, _: simpy.Event | None = None) -> None:
+        for event in self._steps:
             if event.callbacks is not None:
-                event.callbacks.append(go)
+                event.callbacks.append(self.go)
                 return
-
-    go()
 
 
 def when(event: simpy.Event, call: Callable[[], object]) -> None:
