@@ -49,6 +49,8 @@ CASES = {
     ),
     "qk norm": Case(BatchSpec((RowSpec(3, 12),), num_kv_heads=1, group=5, dim=16, page_size=3), hidden=576, inner=64, qk_norm=True),
     "one token": Case(BatchSpec((RowSpec(0, 1),), num_kv_heads=3, group=1, dim=80, page_size=3), hidden=1, inner=1, bias=True),
+    # So many that each thread takes all weights for its own tokens.
+    "long": Case(BatchSpec((RowSpec(70, 290), RowSpec(3, 77)), num_kv_heads=1, group=3, dim=32, page_size=16), hidden=96, inner=48),
     "few": Case(BatchSpec(tuple(RowSpec(7, 1) for _ in range(8)), num_kv_heads=4, group=1, dim=8, page_size=4), hidden=32, inner=16),
 }
 

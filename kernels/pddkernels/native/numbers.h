@@ -58,6 +58,11 @@ inline floats load(const bfloat16* from) {
   return (floats)(__builtin_convertvector(halves, words) << 16);
 }
 inline void store(float* to, floats values) { std::memcpy(to, &values, sizeof values); }
+inline void store(bfloat16* to, floats values) {
+  const words bits = (words)values, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  const shorts halves = __builtin_convertvector(values == values ? rounded : bits >> 16 | 0x40, shorts);
+  std::memcpy(to, &halves, sizeof halves);
+}
 
 inline float total(floats values) {
   using halves = float __attribute__((vector_size(32)));

@@ -201,8 +201,8 @@ void attend(Team& team, const float* queries, const Page* pages, const std::int3
                           std::min(heads, group - head % group), head / group});
   }
   attend_rows(team, rows, queries, pages, shape, window, sinks, out);
-  const long last = long(blocks.size()) - 1;  // a row's last blocks see the most keys, so they come first
-  team(last + 1, [&](long part) { attend_block(blocks[last - part], queries, pages, shape, window, sinks, out); });
+  const long count = long(blocks.size());  // a row's last blocks see the most keys, so each thread begins with its last
+  team(count, [&](long part) { attend_block(blocks[team.mirrored(count, part)], queries, pages, shape, window, sinks, out); });
   std::fill(out + row_starts[num_rows] * shape.heads * shape.dim, out + num_tokens * shape.heads * shape.dim, 0.0f);
 }
 

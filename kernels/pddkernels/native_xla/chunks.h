@@ -9,6 +9,7 @@
 
 #include "attention.h"
 #include "numbers.h"
+#include "transpose.h"
 
 namespace pdd {
 
@@ -37,7 +38,9 @@ void accumulate(const float* a, long row_stride, long depth_stride, const float*
   const auto tile = [&](auto num_rows, auto num_columns, long row, int first) {
     constexpr int kRows = decltype(num_rows)::value, kColumns = decltype(num_columns)::value;
     floats sums[kRows][kColumns];
+#pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
       for (int v = 0; v < kColumns; ++v)
         if constexpr (kKeep) sums[r][v] = load(c + (row + r) * kWidth + (first + v) * kLanes) * load(shrink + (first + v) * kLanes);
         else sums[r][v] = floats{};
@@ -51,7 +54,9 @@ void accumulate(const float* a, long row_stride, long depth_stride, const float*
 #pragma GCC unroll 4
         for (int v = 0; v < kColumns; ++v) sums[r][v] += column[v] * from[r * row_stride];
     }
+#pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
       for (int v = 0; v < kColumns; ++v) store(c + (row + r) * kWidth + (first + v) * kLanes, sums[r][v]);
   };
   const auto all_rows = [&](auto num_columns, int first) {
@@ -76,11 +81,61 @@ using Widen = void (*)(const void* pages, const QueryBlock& block, const Shape& 
 template <class Page>
 void widen_keys(const void* pages, const QueryBlock& block, const Shape& shape, long first, long count, float* keys, float* values) {
   const long dim = shape.dim, stride = 2 * shape.kv_heads * dim;
-  for (long key = 0; key < count; ++key) {
-    const long at = first + key, slot = long(block.table[at / shape.page_size]) * shape.page_size + at % shape.page_size;
-    const Page* from = (const Page*)pages + slot * stride + 2 * block.kv_head * dim;
-    for (long i = 0; i < dim; ++i) keys[key * dim + i] = widen(from[i]);
-    for (long i = 0; i < dim; ++i) values[key * dim + i] = widen(from[dim + i]);
+  const auto widen_all = [dim](const Page* from, float* to) {
+    long i = 0;
+    for (; i + kLanes <= dim; i += kLanes) store(to + i, load(from + i));
+    for (; i < dim; ++i) to[i] = widen(from[i]);
+  };
+  for (long at = first; at < first + count;) {
+    const long slot = at % shape.page_size, stop = std::min(first + count, at - slot + shape.page_size);
+    const long first_of_page = long(block.table[at / shape.page_size]) * shape.page_size;
+    const Page* from = (const Page*)pages + (first_of_page + slot) * stride + 2 * block.kv_head * dim;
+    for (; at < stop; ++at, from += stride, keys += dim, values += dim) {
+      widen_all(from, keys);
+      widen_all(from + dim, values);
+    }
+  }
+}
+
+// to [dim][width]: the queries at `places`, times `unit`, as columns, and zeros past them.
+template <int kVectors>
+void place_queries(const float* queries, const long* places, long num_columns, long dim, float unit, float* to) {
+  constexpr int kWidth = kVectors * kLanes;
+  for (int column = 0; column < kWidth; column += kLanes) {
+    const long count = std::min<long>(kLanes, num_columns - column);
+    long i = 0;
+    for (; i + kLanes <= dim; i += kLanes) {
+      floats values[kLanes];
+#pragma GCC unroll 16
+      for (int j = 0; j < kLanes; ++j) values[j] = j < count ? load(queries + places[column + j] + i) * unit : floats{};
+      transpose(values);
+#pragma GCC unroll 16
+      for (int j = 0; j < kLanes; ++j) store(to + (i + j) * kWidth + column, values[j]);
+    }
+    for (; i < dim; ++i)
+      for (int j = 0; j < kLanes; ++j) to[i * kWidth + column + j] = j < count ? queries[places[column + j] + i] * unit : 0.0f;
+  }
+}
+
+// The columns of from [dim][width], times their `shares`, to their places in out.
+template <int kVectors>
+void place_results(const float* from, const float* shares, const long* places, long num_columns, long dim, float* out) {
+  constexpr int kWidth = kVectors * kLanes;
+  for (int column = 0; column < kWidth; column += kLanes) {
+    const long count = std::min<long>(kLanes, num_columns - column);
+    const floats share = load(shares + column);
+    long i = 0;
+    for (; i + kLanes <= dim; i += kLanes) {
+      floats values[kLanes];
+#pragma GCC unroll 16
+      for (int j = 0; j < kLanes; ++j) values[j] = load(from + (i + j) * kWidth + column) * share;
+      transpose(values);
+#pragma GCC unroll 16
+      for (int j = 0; j < kLanes; ++j)
+        if (j < count) store(out + places[column + j] + i, values[j]);
+    }
+    for (; i < dim; ++i)
+      for (int j = 0; j < count; ++j) out[places[column + j] + i] = from[i * kWidth + column + j] * share[j];
   }
 }
 
@@ -100,19 +155,17 @@ void attend_block(const QueryBlock& block, const float* queries, const void* pag
   constexpr float kLog2E = 1.44269504f;
   const float unit = shape.soft_cap > 0 ? shape.scale : shape.scale * kLog2E;
   alignas(64) float positions[kWidth], maxima[kWidth], totals[kWidth], shrink[kWidth];
+  long places[kWidth];  // of the columns, in queries and out
+  const long num_columns = block.heads * block.tokens;
   for (int column = 0; column < kWidth; ++column) {
     const long head = column / block.tokens, token = column % block.tokens;
-    const bool valid = head < block.heads;
+    const bool valid = column < num_columns;
     positions[column] = float(block.position + (valid ? token : 0));  // exact up to 2^24
     maxima[column] = valid && sinks != nullptr ? sinks[block.head + head] * kLog2E : kMasked;
     totals[column] = valid && sinks != nullptr ? 1.0f : 0.0f;
-    if (!valid) {
-      for (long i = 0; i < dim; ++i) q[i * kWidth + column] = 0;
-      continue;
-    }
-    const float* from = queries + ((block.token + token) * shape.heads + block.head + head) * dim;
-    for (long i = 0; i < dim; ++i) q[i * kWidth + column] = from[i] * unit;
+    places[column] = valid ? ((block.token + token) * shape.heads + block.head + head) * dim : 0;
   }
+  place_queries<kVectors>(queries, places, num_columns, dim, unit, q);
   const long lowest = window > 0 ? std::max(0L, block.position - window + 1) : 0, end = block.position + block.tokens;
   for (long first = lowest; first < end; first += kBlockKeys) {
     const long count = std::min<long>(kBlockKeys, end - first);
@@ -124,9 +177,10 @@ void attend_block(const QueryBlock& block, const float* queries, const void* pag
     if (!all_seen) {
       for (long key = 0; key < count; ++key) {
         const float at = float(first + key), since = window > 0 ? at + float(window) : HUGE_VALF;
-        for (int column = 0; column < kWidth; ++column) {
-          const bool seen = at <= positions[column] && positions[column] < since;
-          scores[key * kWidth + column] = seen ? scores[key * kWidth + column] : kMasked;
+        for (int v = 0; v < kVectors; ++v) {
+          const floats position = load(positions + v * kLanes);
+          float* mine = scores + key * kWidth + v * kLanes;
+          store(mine, (at <= position) & (position < since) ? load(mine) : floats{} + kMasked);
         }
       }
     }
@@ -152,11 +206,8 @@ void attend_block(const QueryBlock& block, const float* queries, const void* pag
     if (first == lowest) accumulate<kVectors, false>(values, 1, dim, scores, nullptr, sums, dim, count);
     else accumulate<kVectors, true>(values, 1, dim, scores, shrink, sums, dim, count);
   }
-  for (long column = 0; column < block.heads * block.tokens; ++column) {
-    float* to = out + ((block.token + column % block.tokens) * shape.heads + block.head + column / block.tokens) * dim;
-    const float share = 1.0f / totals[column];
-    for (long i = 0; i < dim; ++i) to[i] = sums[i * kWidth + column] * share;
-  }
+  for (int v = 0; v < kVectors; ++v) store(totals + v * kLanes, 1.0f / load(totals + v * kLanes));
+  place_results<kVectors>(sums, totals, places, num_columns, dim, out);
 }
 
 template <class Page>

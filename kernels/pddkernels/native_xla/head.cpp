@@ -25,7 +25,7 @@ ffi::Error run(ffi::ThreadPool pool, Floats x, Floats norm, Floats weights, floa
   std::vector<Best> best(panels * tokens);
   float* out = logits->typed_data();
   Team team(pool);
-  team(tiles.count, [&](long tile) { pack_normed(tiles, tile, x.typed_data(), hidden, norm.typed_data(), eps, packed); });
+  team(tiles.count, [&](long tile) { pack(tiles, tile, x.typed_data(), hidden, norm.typed_data(), eps, packed); });
   product(team, tiles, packed, hidden, weights.typed_data(), panels, [&](long panel, long tile, const auto& sums) {
     constexpr long kTokens = std::extent_v<std::remove_reference_t<decltype(sums)>>;
     const long first = panel * kPanel, count = std::min(kPanel, vocab - first);

@@ -22,25 +22,30 @@ struct Projection {
   long outs() const { return panels * kPanel; }
 };
 
-// out[token] = x times weights, plus the bias.
-void project(Team& team, const Tiles& tiles, const float* x, const Projection& by, float* out) {
+// out[token] = x times weights, plus the bias, plus onto[token] unless `onto` is null.
+void project(Team& team, const Tiles& tiles, const float* x, const Projection& by, const float* onto, float* out) {
   product(team, tiles, x, by.in, by.weights, by.panels, [&](long panel, long tile, const auto& sums) {
     long token = tiles.first(tile);
     for (const auto& sum : sums) {
-      float* to = out + token++ * by.outs() + panel * kPanel;
-      for (int half = 0; half < 2; ++half)
-        store(to + half * kLanes, by.bias == nullptr ? sum[half] : sum[half] + load(by.bias + panel * kPanel + half * kLanes));
+      const long at = token++ * by.outs() + panel * kPanel;
+      for (int half = 0; half < 2; ++half) {
+        floats values = sum[half];
+        if (by.bias != nullptr) values += load(by.bias + panel * kPanel + half * kLanes);
+        if (onto != nullptr) values += load(onto + at + half * kLanes);
+        store(out + at + half * kLanes, values);
+      }
     }
   });
 }
 
 // Sigmoid(g) * g, or GELU in its tanh form, g * sigmoid(2 k): both times up.
 template <bool kGelu>
-void activate(const floats& gate, const floats& up, float* out) {
-  for (int i = 0; i < kLanes; ++i) {
-    const float g = gate[i], inner = kGelu ? 1.5957691216f * (g + 0.044715f * g * g * g) : g;
-    out[i] = g / (1.0f + exponential(-inner)) * up[i];
-  }
+floats activate(const floats& gate, const floats& up) {
+  alignas(64) float shares[kLanes];
+  const floats inner = kGelu ? 1.5957691216f * (gate + 0.044715f * gate * gate * gate) : gate;
+  store(shares, -inner);
+  for (float& share : shares) share = exponential(share);
+  return gate / (1.0f + load(shares)) * up;
 }
 
 // The gated unit, packed for the next product. A panel holds sixteen gates and the sixteen values that they let through.
@@ -49,18 +54,17 @@ void project_gated(Team& team, const Tiles& tiles, const float* x, const Project
   const long width = by.panels * kLanes;
   product(team, tiles, x, by.in, by.weights, by.panels, [&](long panel, long tile, const auto& sums) {
     constexpr long kTokens = std::extent_v<std::remove_reference_t<decltype(sums)>>;
-    alignas(64) float values[kTokens][kLanes];
+    floats values[kTokens];
+#pragma GCC unroll 16
     for (long token = 0; token < kTokens; ++token) {
       floats gate = sums[token][0], up = sums[token][1];
       if (by.bias != nullptr) {
         gate += load(by.bias + panel * kPanel);
         up += load(by.bias + panel * kPanel + kLanes);
       }
-      activate<kGelu>(gate, up, values[token]);
+      values[token] = activate<kGelu>(gate, up);
     }
-    float* to = out + tiles.first(tile) * width + panel * kLanes * kTokens;
-    for (long i = 0; i < kLanes; ++i)
-      for (long token = 0; token < kTokens; ++token) to[i * kTokens + token] = values[token][i];
+    store_packed(values, out + tiles.first(tile) * width + panel * kLanes * kTokens);
   });
 }
 
@@ -69,10 +73,15 @@ struct Norms {
   float eps;
 };
 
-// x += added, normed first if it has weights for that.
-void add(float* x, const float* added, long n, const float* weights, float eps) {
+// out = x + added, normed first if it has weights for that.
+void add(const float* x, const float* added, long n, const float* weights, float eps, float* out) {
   const float scale = weights == nullptr ? 1.0f : norm_scale(added, n, eps);
-  for (long i = 0; i < n; ++i) x[i] += weights == nullptr ? added[i] : weights[i] * (added[i] * scale);
+  long i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    const floats values = load(added + i);
+    store(out + i, load(x + i) + (weights == nullptr ? values : load(weights + i) * (values * scale)));
+  }
+  for (; i < n; ++i) out[i] = x[i] + (weights == nullptr ? added[i] : weights[i] * (added[i] * scale));
 }
 
 // The half-split rotation (arXiv:2104.09864) of a head, normed first if it has weights for that.
@@ -84,7 +93,13 @@ void rotate(const float* from, const float* weights, float eps, const float* cos
     from = normed;
   }
   const long half = dim / 2;
-  for (long i = 0; i < half; ++i) {
+  long i = 0;
+  for (; i + kLanes <= half; i += kLanes) {
+    const floats first = load(from + i), second = load(from + i + half), c = load(cos + i), s = load(sin + i);
+    store(to + i, first * c - second * s);
+    store(to + i + half, second * c + first * s);
+  }
+  for (; i < half; ++i) {
     const float first = from[i], second = from[i + half];
     to[i] = first * cos[i] - second * sin[i];
     to[i + half] = second * cos[i] + first * sin[i];
@@ -99,6 +114,13 @@ struct Rows {
   long tokens() const { return row_starts[count]; }
 };
 
+template <class Page>
+void narrow_all(const float* from, long count, Page* to) {
+  long i = 0;
+  for (; i + kLanes <= count; i += kLanes) store(to + i, load(from + i));
+  for (; i < count; ++i) to[i] = narrow<Page>(from[i]);
+}
+
 // Queries [heads, dim] and stored KV of one token, of its heads q, k and v.
 template <class Page>
 void place_token(const float* heads, const Shape& shape, const Norms& norms, const float* cos, const float* sin, long slot, long num_slots,
@@ -111,8 +133,8 @@ void place_token(const float* heads, const Shape& shape, const Norms& norms, con
     Page* to = pages + (slot * shape.kv_heads + head) * 2 * dim;
     const float* value = heads + (shape.heads + shape.kv_heads + head) * dim;
     rotate(heads + (shape.heads + head) * dim, norms.k, norms.eps, cos, sin, dim, key);
-    for (long i = 0; i < dim; ++i) to[i] = narrow<Page>(key[i]);
-    for (long i = 0; i < dim; ++i) to[dim + i] = narrow<Page>(value[i]);
+    narrow_all(key, dim, to);
+    narrow_all(value, dim, to + dim);
   }
 }
 
@@ -132,8 +154,8 @@ void project_queries(Team& team, const Layer& layer, const Rows& rows, const flo
                      float* packed, float* result, float* queries) {
   const Tiles tiles(rows.tokens());
   const long hidden = layer.qkv.in, half = layer.shape.dim / 2;
-  team(tiles.count, [&](long tile) { pack_normed(tiles, tile, x, hidden, layer.norms.attention, layer.norms.eps, packed); });
-  project(team, tiles, packed, layer.qkv, result);
+  team(tiles.count, [&](long tile) { pack(tiles, tile, x, hidden, layer.norms.attention, layer.norms.eps, packed); });
+  project(team, tiles, packed, layer.qkv, nullptr, result);
   team((tiles.tokens + kTokensOfPart - 1) / kTokensOfPart, [&](long part) {
     for (long token = part * kTokensOfPart; token < std::min(tiles.tokens, (part + 1) * kTokensOfPart); ++token)
       place_token(result + token * layer.qkv.outs(), layer.shape, layer.norms, cos + token * half, sin + token * half, rows.slots[token],
@@ -141,30 +163,28 @@ void project_queries(Team& team, const Layer& layer, const Rows& rows, const flo
   });
 }
 
-// From attention's result `mixed` [tokens, heads * dim] on: x [tokens, hidden], the residual stream, becomes the layer's result.
-void finish(Team& team, const Layer& layer, long tokens, const float* mixed, float* x, float* packed, float* gated, float* result) {
+// From attention's result `mixed` [tokens, heads * dim] and x [tokens, hidden], the residual stream, to the layer's result, `out`.
+void finish(Team& team, const Layer& layer, long tokens, const float* mixed, const float* x, float* packed, float* gated, float* result,
+            float* out) {
   const Tiles tiles(tokens);
   const long hidden = layer.qkv.in, attended = layer.out.in;
-  const auto add_all = [&](long tile, const Projection& by, const float* post) {
-    for (long token = tiles.first(tile); token < tiles.first(tile) + tiles.size(tile); ++token)
-      add(x + token * hidden, result + token * by.outs(), hidden, post, layer.norms.eps);
+  // out = onto + the product, which goes there at once where no norm comes between and it is no wider.
+  const auto project_onto = [&](const float* values, const Projection& by, const float* post, const float* onto) {
+    if (post == nullptr && by.outs() == hidden) {
+      project(team, tiles, values, by, onto, out);
+      return;
+    }
+    project(team, tiles, values, by, nullptr, result);
+    team(tokens, [&](long token) {
+      add(onto + token * hidden, result + token * by.outs(), hidden, post, layer.norms.eps, out + token * hidden);
+    });
   };
-  team(tiles.count, [&](long tile) {
-    const long size = tiles.size(tile);
-    const float* from = mixed + tiles.first(tile) * attended;
-    float* to = packed + tiles.first(tile) * attended;
-    for (long token = 0; token < size; ++token)
-      for (long i = 0; i < attended; ++i) to[i * size + token] = from[token * attended + i];
-  });
-  project(team, tiles, packed, layer.out, result);
-  team(tiles.count, [&](long tile) {
-    add_all(tile, layer.out, layer.norms.attention_post);
-    pack_normed(tiles, tile, x, hidden, layer.norms.mlp, layer.norms.eps, packed);
-  });
+  team(tiles.count, [&](long tile) { pack(tiles, tile, mixed, attended, nullptr, 0, packed); });
+  project_onto(packed, layer.out, layer.norms.attention_post, x);
+  team(tiles.count, [&](long tile) { pack(tiles, tile, out, hidden, layer.norms.mlp, layer.norms.eps, packed); });
   if (layer.gelu) project_gated<true>(team, tiles, packed, layer.gate_up, gated);
   else project_gated<false>(team, tiles, packed, layer.gate_up, gated);
-  project(team, tiles, gated, layer.down, result);
-  team(tiles.count, [&](long tile) { add_all(tile, layer.down, layer.norms.mlp_post); });
+  project_onto(gated, layer.down, layer.norms.mlp_post, out);
 }
 
 // A token whose result is wanted, and where.
@@ -187,8 +207,7 @@ void run_layer(Team& team, const Layer& layer, const Rows& rows, const float* co
   if (wanted == nullptr) {
     attend(team, queries, (const Page*)pages, rows.tables, rows.table_width, rows.row_starts, rows.context_lens, rows.count, tokens, nullptr,
            layer.window, shape, mixed);
-    std::copy(x, x + tokens * hidden, out);
-    finish(team, layer, tokens, mixed, out, packed, gated, result);
+    finish(team, layer, tokens, mixed, x, packed, gated, result, out);
     return;
   }
   // Each wanted token is a decode row of its own.
@@ -203,7 +222,7 @@ void run_layer(Team& team, const Layer& layer, const Rows& rows, const float* co
     std::copy(x + token * hidden, x + (token + 1) * hidden, stream + i * hidden);
   }
   attend_rows(team, alone, result, (const Page*)pages, shape, layer.window, nullptr, mixed);
-  finish(team, layer, count, mixed, stream, packed, gated, result);
+  finish(team, layer, count, mixed, stream, packed, gated, result, stream);
   for (long i = 0; i < count; ++i) std::copy(stream + i * hidden, stream + (i + 1) * hidden, out + (*wanted)[i].at * hidden);
 }
 

@@ -65,15 +65,32 @@ inline float norm_scale(const float* x, long n, float eps) {
   return 1.0f / std::sqrt(sum / float(n) + eps);
 }
 
-// Packs tokens of x [tokens, n], normed.
-inline void pack_normed(const Tiles& tiles, long tile, const float* x, long n, const float* weights, float eps, float* out) {
-  const long size = tiles.size(tile);
-  float* to = out + tiles.first(tile) * n;
-  for (long token = 0; token < size; ++token) {
-    const float* from = x + (tiles.first(tile) + token) * n;
-    const float scale = norm_scale(from, n, eps);
-    for (long i = 0; i < n; ++i) to[i * size + token] = weights[i] * (from[i] * scale);
-  }
+// Packs tokens of x [tokens, n], normed if there are weights for that.
+inline void pack(const Tiles& tiles, long tile, const float* x, long n, const float* weights, float eps, float* out) {
+  with_tokens(tiles.size(tile), [&](auto tokens) {
+    constexpr int kTokens = tokens;
+    const float* from = x + tiles.first(tile) * n;
+    float *to = out + tiles.first(tile) * n, scales[kTokens];
+    if (weights != nullptr)
+      for (int token = 0; token < kTokens; ++token) scales[token] = norm_scale(from + token * n, n, eps);
+    long i = 0;
+    for (; i + kLanes <= n; i += kLanes) {
+      floats values[kTokens];
+#pragma GCC unroll 16
+      for (int token = 0; token < kTokens; ++token) values[token] = load(from + token * n + i);
+      if (weights != nullptr) {
+        const floats weight = load(weights + i);
+#pragma GCC unroll 16
+        for (int token = 0; token < kTokens; ++token) values[token] = weight * (values[token] * scales[token]);
+      }
+      store_packed(values, to + i * kTokens);
+    }
+    for (; i < n; ++i)
+      for (int token = 0; token < kTokens; ++token) {
+        const float value = from[token * n + i];
+        to[i * kTokens + token] = weights == nullptr ? value : weights[i] * (value * scales[token]);
+      }
+  });
 }
 
 }  // namespace pdd
