@@ -19,6 +19,7 @@ PipelineReason = Literal[
     "within_target",
     "relay_busy",
     "over_budget",
+    "relay_first",
     "singular",
     "link_unmeasured",
     "forced",
@@ -42,7 +43,8 @@ class PipelineSnapshot:
     ``prefill_s_per_token``, ``relay_s_per_token``: learned, None until they are · ``prefill_step_tokens``: of which a step has so many at
     most, and what the last one computes cannot leave sooner · ``output``: predicted, None when nothing is asked of it · ``local_open``:
     see :class:`pdd.policy.local.LocalQuota` · ``shared``: others with the same prompt run · ``ahead_bytes``: of other transfers that go
-    before an urgent one of this size; None: taken from ``link`` · ``late_s``: by how much KV has come later than predicted, lately.
+    before an urgent one of this size; None: taken from ``link`` · ``late_s``: by how much KV has come later than predicted, lately ·
+    ``relayed_tokens``: that the relay has made while main had yet to answer.
     """
 
     main_miss_tokens: int
@@ -63,6 +65,7 @@ class PipelineSnapshot:
     shared: bool = False
     ahead_bytes: float | None = None
     late_s: float = 0.0
+    relayed_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -178,6 +181,8 @@ def choose_pipeline(snapshot: PipelineSnapshot, forced: Pipeline | None, policy:
         return decide(forced, "forced", f"{forced} was asked for")
     if wait_s is None:
         return decide("relay", "link_unmeasured", "nothing is known of the link yet")
+    if wait_s <= allowed_s and snapshot.relayed_tokens:
+        return decide("relay", "relay_first", f"the relay made {snapshot.relayed_tokens} tokens before main answered")
     if wait_s <= idle_budget_s:
         target = idle_budget_s > policy.direct_budget_s
         why = f"predicted wait of {wait_s:.3f} s is within {idle_budget_s:.3f} s"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from pdd.policy.pipeline import Pipeline, PipelineDecision, choose_pipeline
 from pdd.serving.failover_run import FailoverRun
 from pdd.serving.holders import Holder
@@ -11,16 +13,20 @@ from pdd.serving.prefill_run import PrefillRun, PushClass, open_prefill, push_cl
 from pdd.serving.request_parts import RequestParts
 from pdd.serving.reservation import Reservation, reserve
 from pdd.serving.shared_prompts import SHARE_WAIT_S, Entry
-from pdd.serving.worker_events import Event, SharedAtMain
+from pdd.serving.worker_events import Event, KvComplete, Prefilled, Proposed, SharedAtMain
 from pddbridge.link_schedule import Priority
+
+# As it stands until main answers.
+_RELAY_FIRST = PipelineDecision("relay", "relay_first", "main has yet to answer", None)
 
 
 class BeginRun:
-    """``run`` once; ``start_prefill`` again when main joins later."""
+    """``run`` once; ``start_prefill`` again when main joins later. ``on_event``: for those that need not wait for main's answer."""
 
-    def __init__(self, parts: RequestParts, failover: FailoverRun) -> None:
+    def __init__(self, parts: RequestParts, failover: FailoverRun, on_event: Callable[[Holder, Event], None]) -> None:
         self._parts = parts
         self._failover = failover
+        self._on_event = on_event
         wish = parts.request.override
         policy = parts.context.config.policy
         self._relay_limit = parts.handoff.relay_limit
@@ -44,6 +50,9 @@ class BeginRun:
                 await self._enter(may_relay=False)
         reserved = await reserve(parts.context.pool, parts.holders, may_relay, self._relay_limit, parts.share, early=self)
         parts.context.granted(parts.request.request_id)
+        if self.is_over:
+            parts.context.metrics.pipelines.labels("relay", "relay_first").inc()
+            return []
         self._choose(reserved)
         self.start_prefill()
         return reserved.early
@@ -51,11 +60,36 @@ class BeginRun:
     def begin(self, relay: Holder) -> None:
         """The relay has reserved: prefill starts, for the relay alone as yet, while main's answer crosses the link."""
         parts = self._parts
+        parts.relay = relay
         worker = parts.context.pool.route("prefill", request=parts.request)
         if worker is None or relay.miss_tokens(parts.prompt_tokens) == 0:
             return
         holder = open_prefill(parts.holders, worker, {relay: PushClass(Priority.URGENT)}, parts.context.traffic)
         parts.prefill = PrefillRun(holder, [relay], parts.timeline, parts.context.learned, is_early=True)
+
+    def take(self, holder: Holder, event: Event) -> bool:
+        """The relay's tokens are the reader's as they come, and so is what leads to them. The one that reaches the length limit waits:
+        whether main's transfer is to go on after the end is asked when there is one.
+        """
+        parts = self._parts
+        match event:
+            case Prefilled():
+                takes = parts.prefill is not None and holder is parts.prefill.holder
+            case KvComplete():
+                takes = holder is parts.relay
+            case Proposed(position, records):
+                takes = holder is parts.relay and position + len(records) < parts.request.sampling.max_tokens
+                if takes and parts.timeline.decision is None:
+                    parts.timeline.decision = _RELAY_FIRST
+            case _:
+                takes = False
+        if takes:
+            self._on_event(holder, event)
+        return takes
+
+    @property
+    def is_over(self) -> bool:
+        return self._parts.acceptor.finish_reason is not None
 
     def withdraw(self) -> None:
         parts = self._parts
@@ -94,6 +128,8 @@ class BeginRun:
         parts.main_asked = True
         if main.miss_tokens(parts.prompt_tokens) == 0:
             parts.count_look_up(None)
+        elif parts.prefilled_tokens is not None:
+            parts.count_look_up(parts.prefilled_tokens)
         parts.context.metrics.cache_queries.labels("main").inc(parts.prompt_tokens - 1)
         parts.context.metrics.cache_hits.labels("main").inc(hit)
 

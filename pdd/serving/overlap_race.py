@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 # So many of main's latest delays count, the worst of them.
 _LATEST = 3
+# Of a main that nothing is known of, one may have been lucky.
+_ENOUGH = 2
 
 
 class OverlapRace:
@@ -61,8 +63,8 @@ class OverlapRace:
 
     def delay_s(self, now_s: float, is_known: bool) -> float | None:
         """From the acceptance of a token to main's proposal of the next: the worst of late. A main that has fallen silent is at least as
-        late as that lasts. None before there are so many, as one may have been lucky; where main ``is_known``, before there is one.
+        late as that lasts. None before there are two; where main ``is_known``, before there is one.
         """
-        if len(self.delays_s) < (1 if is_known else _LATEST):
+        if len(self.delays_s) < (1 if is_known else _ENOUGH):
             return None
         return max(*self.delays_s[-_LATEST:], now_s - self._last_proposal_s)

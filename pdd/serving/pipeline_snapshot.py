@@ -45,4 +45,5 @@ def pipeline_snapshot(reserved: Reservation, parts: RequestParts) -> PipelineSna
         shared=parts.share.is_shared,
         ahead_bytes=ahead_bytes,
         late_s=late_s,
+        relayed_tokens=len(parts.acceptor.log),
     )

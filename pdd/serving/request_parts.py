@@ -45,11 +45,11 @@ class RunContext:
 
 @dataclass(eq=False)
 class RequestParts:
-    """``main``, ``relay``, ``prefill``: None before they are chosen and once they have no further part ·
-    ``awaits_shared``: it relays, and main is opened when another request's KV is there · ``local_limit``: it is finished on the relay,
-    unless its log gets longer than that; None: it is not, or no longer · ``main_asked``: main has said what it holds of the prompt ·
-    ``looked_up``: that was counted, beside what prefill holds · ``goes_on``: it has ended, and main's transfer goes on in the background ·
-    ``deferred``: main's transfer runs in the lowest class, as the request is to end on the relay before.
+    """``main``, ``relay``, ``prefill``: None before they are chosen and once they have no further part · ``awaits_shared``: it relays, and
+    main is opened when another request's KV is there · ``local_limit``: it is finished on the relay, unless its log gets longer than that;
+    None: it is not, or no longer · ``main_asked``: main has said what it holds of the prompt · ``looked_up``: that was counted, beside what
+    prefill holds · ``prefilled_tokens``: that prefill computed of the prompt · ``goes_on``: it has ended, and main's transfer goes on in
+    the background · ``deferred``: main's transfer runs in the lowest class, as the request is to end on the relay before.
     """
 
     request: GenerationRequest
@@ -66,6 +66,7 @@ class RequestParts:
     local_limit: float | None = None
     main_asked: bool = False
     looked_up: bool = False
+    prefilled_tokens: int | None = None
     goes_on: bool = False
     deferred: bool = False
 

@@ -26,15 +26,22 @@ class EarlyStart(Protocol):
 
     def begin(self, relay: Holder) -> None: ...
 
+    def take(self, holder: Holder, event: Event) -> bool:
+        """Deal with what comes of it meanwhile: whether that could be."""
+
+    @property
+    def is_over(self) -> bool:
+        """The request has ended meanwhile."""
+
     def withdraw(self) -> None:
         """Main takes long: hold nothing meanwhile. No effect before ``begin``."""
 
 
 @dataclass
 class Reservation:
-    """Who has reserved. ``relay_running``, ``relay_capacity``: requests on the relay that was asked, before this one, and its rows ·
-    ``early``: events that came before the pipeline was chosen, in order · ``losses``: (part, message) of what could not be reached ·
-    ``main_decodes``: main was opened to decode by itself.
+    """Who has reserved; main may not have yet where the request has ended. ``relay_running``, ``relay_capacity``: requests on the relay
+    that was asked, before this one, and its rows · ``early``: events that came before the pipeline was chosen, in order · ``losses``:
+    (part, message) of what could not be reached · ``main_decodes``: main was opened to decode by itself.
     """
 
     main: Holder | None = None
@@ -56,8 +63,9 @@ async def reserve(
     with_main: bool = True,
     early: EarlyStart | None = None,
 ) -> Reservation:
-    """Open both at once and wait for both. ``share``: who may have the prompt already; without ``with_main`` the relay is opened alone ·
-    ``early``: what may begin when the relay has reserved and main, a round trip away, has yet to say so.
+    """Open both at once and wait for both, or until the relay has ended the request. ``share``: who may have the prompt already; without
+    ``with_main`` the relay is opened alone · ``early``: what may begin when the relay has reserved and main, a round trip away, has yet to
+    say so.
 
     Raises PddError when main refuses the request, or at the deadline.
     """
@@ -104,6 +112,9 @@ async def reserve(
                 withdraw_at = time.monotonic() + EARLY_LEAD_S
         elif isinstance(event, Failed) and holder in (result.main, result.relay):
             _lose(result, holders, holder, event)
+        elif early is not None and _awaits(result.main) and early.take(holder, event):
+            if early.is_over:
+                break
         else:
             result.early.append(item)
     return result

@@ -52,7 +52,7 @@ class RequestRun:
             context.prompts.join(request.tenant, request.prompt_ids),
         )
         self._failover = FailoverRun(self._parts)
-        self._begin = BeginRun(self._parts, self._failover)
+        self._begin = BeginRun(self._parts, self._failover, self._on_event)
         self._emit = emit
 
     async def run(self) -> None:
@@ -98,6 +98,7 @@ class RequestRun:
                     self._begin.start_prefill()
             case Prefilled() if parts.prefill is not None and holder is parts.prefill.holder:
                 parts.prefill.prefilled(event, parts.prompt_tokens, parts.context.metrics)
+                parts.prefilled_tokens = event.computed_tokens
                 parts.count_look_up(event.computed_tokens)
             case Prefilled() if holder.part == "prefill":
                 pass  # of a prefill that another has taken the place of, for a target that joined later

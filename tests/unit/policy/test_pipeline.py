@@ -78,6 +78,8 @@ def test_what_is_known_to_go_before_counts_instead_of_what_the_link_told() -> No
         ({"main_miss_tokens": 100}, None, "direct", "within_budget"),
         ({"main_miss_tokens": 0, "goodput_bytes_s": None}, None, "direct", "within_budget"),
         ({"goodput_bytes_s": None}, None, "relay", "link_unmeasured"),
+        ({"main_miss_tokens": 100, "relayed_tokens": 1}, None, "relay", "relay_first"),
+        ({"relayed_tokens": 1}, None, "relay", "over_budget"),
         ({}, "direct", "direct", "forced"),
         ({"main_miss_tokens": 0}, "relay", "relay", "forced"),
         ({"main_miss_tokens": 0}, "local", "local", "forced"),

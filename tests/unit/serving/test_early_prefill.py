@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from pdd.serving import reservation
-from tests.support.generation import Outcome, collect, expected, hashed_token, make_request
+from tests.support.generation import Outcome, collect, expected, hashed_token, make_request, params
 from tests.support.scripted_workers import Script, opened, serving
 
 
@@ -73,4 +73,84 @@ async def test_a_prefill_that_is_lost_before_main_answers_is_made_up_for() -> No
         await until(lambda: not prefill.rows)
         gate.set()
         check_same(await running, request)
+        await cluster.wait_idle()
+
+
+async def test_the_relay_s_first_tokens_do_not_wait_for_main_either() -> None:
+    gate = opened(False)
+    async with serving(hashed_token, scripts={"main-0": Script(reserve_gate=gate)}) as (cluster, coordinator):
+        main = cluster.worker("main")
+        request = make_request(sampling=params(60), pipeline="relay")
+        deltas = []
+        async for delta in coordinator.generate(request):
+            deltas.append(delta)
+            if len(deltas) == 5:
+                assert main.received_bytes == 0
+                gate.set()
+        outcome = Outcome(tuple(deltas))
+        check_same(outcome, request)
+        timeline = outcome.timeline
+        assert timeline.relay_tokens >= 5
+        assert timeline.relay_kv_s is not None
+        assert timeline.ttft_s is not None
+        assert timeline.relay_kv_s <= timeline.ttft_s
+        assert (timeline.decision, timeline.fallbacks) == ("forced", 0)
+        assert len(cluster.worker("prefill").opens) == 1
+        assert {target.target for target in cluster.worker("prefill").opens[0].push_to} == {"relay-0", "main-0"}
+        assert main.received_bytes > 0
+        await cluster.wait_idle()
+
+
+async def test_a_relay_that_talks_already_is_not_given_up_for_a_main_that_is_near() -> None:
+    gate = opened(False)
+    scripts = {"main-0": Script(reserve_gate=gate, hit_tokens=1000)}
+    async with serving(hashed_token, scripts=scripts) as (cluster, coordinator):
+        request = make_request(sampling=params(80))
+        deltas = []
+        async for delta in coordinator.generate(request):
+            deltas.append(delta)
+            if len(deltas) == 3:
+                gate.set()
+        outcome = Outcome(tuple(deltas))
+        check_same(outcome, request)
+        assert (outcome.timeline.pipeline, outcome.timeline.decision) == ("relay", "relay_first")
+        assert outcome.origins[-1] == "main"
+        await cluster.wait_idle()
+
+
+@pytest.mark.parametrize("ends", ["stop", "length"])
+async def test_an_answer_that_ends_before_main_answers(ends: str) -> None:
+    """A stop ends it there and then; at the length limit main's answer says what becomes of its transfer."""
+    gate = opened(False)
+    async with serving(hashed_token, scripts={"main-0": Script(reserve_gate=gate)}) as (cluster, coordinator):
+        free = expected(hashed_token, make_request(sampling=params(40)))[0]
+        stop = {"stop_token_ids": frozenset({free[6].token_id})} if ends == "stop" else {}
+        request = make_request(sampling=params(40 if ends == "stop" else 7, **stop), pipeline="relay")
+        running = asyncio.create_task(collect(coordinator, request))
+        if ends == "length":
+            await until(lambda: cluster.worker("relay").received_bytes > 0)
+            await asyncio.sleep(0.05)
+            assert not running.done()
+            gate.set()
+        outcome = await running
+        check_same(outcome, request)
+        assert outcome.origins == ["relay"] * len(outcome.ids)
+        assert outcome.timeline.pipeline == "relay"
+        gate.set()
+        await cluster.wait_idle()
+
+
+async def test_the_relay_dies_between_its_first_tokens_and_main_s_answer() -> None:
+    gate = opened(False)
+    scripts = {"main-0": Script(reserve_gate=gate), "relay-0": Script(break_at=6)}
+    async with serving(hashed_token, scripts=scripts) as (cluster, coordinator):
+        request = make_request(sampling=params(40), pipeline="relay")
+        deltas = []
+        async for delta in coordinator.generate(request):
+            deltas.append(delta)
+            if len(deltas) == 6:
+                asyncio.get_running_loop().call_later(0.05, gate.set)
+        outcome = Outcome(tuple(deltas))
+        check_same(outcome, request)
+        assert outcome.origins == ["relay"] * 6 + ["main"] * 34
         await cluster.wait_idle()

@@ -284,7 +284,7 @@ def test_delay_is_the_worst_of_the_latest_and_grows_in_silence() -> None:
     log = list(range(100, 115))
     for number, (position, at) in enumerate(((10, 5.9), (11, 5.8), (12, 5.5), (13, 5.5), (14, 5.6))):
         assert (race.delay_s(at, is_known=True) is None) == (number < 2)
-        assert (race.delay_s(at, is_known=False) is None) == (number < 4)
+        assert (race.delay_s(at, is_known=False) is None) == (number < 3)
         race.counts(position, 100 + position, log, at)
     # since 5.1, 5.2, 5.3 and 5.4, and the first of the four does not count any more; what it took to read the log never did
     assert race.delay_s(5.6, is_known=False) == pytest.approx(0.3)
