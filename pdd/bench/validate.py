@@ -22,7 +22,7 @@ from pdd.bench.ttft import with_link_rate
 from pdd.config import LaunchConfig
 from pdd.sim.against import Error, Figures, errors, live_figures
 from pdd.sim.run import simulate
-from pdd.sim.spec import SystemSpec, modes
+from pdd.sim.spec import SystemSpec, at_rate, modes
 from pdd.sim.system import Outcome
 from pdd.sim.workload import Skewed
 from pdd.strict_model import StrictModel
@@ -78,8 +78,8 @@ def predict(spec: SystemSpec, scenario: Scenario) -> dict[str, Figures]:
     """The three modes, simulated ``_REPETITIONS`` times with the same arrivals, the times of steps drawn anew; of each figure the median.
     Whether a request comes just before or just after the end of another's step of half a second is chance, live as well.
     """
-    linked = replace(spec, link=replace(spec.link, rate_bytes_s=scenario.link_rate_mbit_s * 1e6 / 8))
-    return {mode: _typical(subject, scenario) for mode, subject in modes(linked).items()}
+    subjects = modes(at_rate(spec, scenario.link_rate_mbit_s * 1e6 / 8)) | {"same_site": modes(spec)["same_site"]}
+    return {mode: _typical(subject, scenario) for mode, subject in subjects.items()}
 
 
 def _typical(spec: SystemSpec, scenario: Scenario) -> Figures:

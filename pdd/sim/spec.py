@@ -115,3 +115,15 @@ def modes(spec: SystemSpec) -> dict[Mode, SystemSpec]:
         "cross_site": replace(spec, rule="direct", relay=None),
         "pdd": spec,
     }
+
+
+def at_rate(spec: SystemSpec, rate_bytes_s: float) -> SystemSpec:
+    """Over a link of another rate. What a transfer takes of a host that all share goes by its bytes, so a faster link takes more of it
+    while it is busy, and is busy for less long.
+    """
+    link = replace(spec.link, rate_bytes_s=rate_bytes_s)
+    if spec.host is None or "link" not in spec.host.beside:
+        return replace(spec, link=link)
+    faster = rate_bytes_s / spec.link.rate_bytes_s
+    beside = {role: 1.0 + (times - 1.0) * faster for role, times in spec.host.beside["link"].items()}
+    return replace(spec, link=link, host=replace(spec.host, beside={**spec.host.beside, "link": beside}))

@@ -15,7 +15,7 @@ from pdd.cli import app
 from pdd.sim.against import Figures
 from pdd.sim.config import load_sim_config
 from pdd.sim.run import simulate
-from pdd.sim.spec import Jitter
+from pdd.sim.spec import Jitter, at_rate
 
 _COST = dict.fromkeys(("prefill_s", "prefill_token_s", "prefill_pair_s", "step_s", "row_s", "context_s", "extend_token_s"), 1e-4)
 _ROLE = {
@@ -51,6 +51,16 @@ def test_a_prediction_depends_on_the_link_and_on_nothing_else_that_changes(files
     fast = predict(spec, slow.model_copy(update={"link_rate_mbit_s": 1000.0}))
     assert fast["same_site"] == found["same_site"]
     assert fast["cross_site"].ttft_p50_s < 0.5 * found["cross_site"].ttft_p50_s
+
+
+def test_what_a_transfer_takes_of_the_host_goes_by_its_bytes(files: tuple[Path, Path]) -> None:
+    spec = load_sim_config(files[0]).spec()  # 1 Gbit/s, beside which prefill takes half as long again
+    twice = at_rate(spec, 2 * spec.link.rate_bytes_s)
+    assert twice.link.rate_bytes_s == 2 * spec.link.rate_bytes_s
+    assert twice.host is not None
+    assert twice.host.beside["link"] == pytest.approx({"prefill": 2.0})
+    assert at_rate(spec, spec.link.rate_bytes_s) == spec
+    assert at_rate(replace(spec, host=None), 1.0) == replace(spec, host=None, link=replace(spec.link, rate_bytes_s=1.0))
 
 
 def test_jitter_is_drawn_anew_for_each_repetition_and_the_same_every_time(files: tuple[Path, Path]) -> None:
