@@ -46,6 +46,7 @@ from pddbridge.links.shm import ShmSender, ShmServer
 from pddbridge.links.slot_sender import SlotSender
 from pddbridge.links.tcp import Handshake, KVSender, KVServer
 from pddbridge.native.checksum import Checksum, fastest_checksum
+from pddbridge.native.copy import fastest_copy
 from pddbridge.native.moves import native_moves
 
 SPEC: Final = KVSpec.gqa(32, 8, 128, "bfloat16")
@@ -147,7 +148,7 @@ class _Links:
 
     async def start(self) -> None:
         self._ports = self._pipe.recv()
-        self._senders = {"tcp": KVSender(SENDER, checksum=checksum()), "shm": ShmSender(SENDER)}
+        self._senders = {"tcp": KVSender(SENDER, checksum=checksum()), "shm": ShmSender(SENDER, copy=fastest_copy(None)[0])}
         if "nixl" in self._links:
             agent = NixlAgent("sender")
             await agent.start()

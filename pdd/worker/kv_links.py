@@ -25,6 +25,7 @@ from pddbridge.links.shm import ShmSender, ShmServer
 from pddbridge.links.stats import LinkStats
 from pddbridge.links.tcp import Handshake, KVSender, KVServer, OutgoingTransfer, SenderCounters, SenderSettings, ServerCounters
 from pddbridge.native.checksum import Checksum
+from pddbridge.native.copy import Copy, plain_copy
 from pddbridge.tls import LinkTls
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class KVLinks:
     ``peers``: names of the workers whose KV is taken, those of the topology; None: anyone's. ``tls``: of the TCP link; shared memory
     never leaves this host and this user. ``remote``: names of the workers of other sites, to which TCP alone may be taken.
     ``shared``: links behind which there are several of them; None: no two receivers share one. ``checksum``: CRC32C, of what goes over TCP.
-    ``fallbacks``: those that were made before, by reason.
+    ``copy``: of frames into shared memory. ``fallbacks``: those that were made before, by reason.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class KVLinks:
         remote: Collection[str] = (),
         shared: SharedLinks | None = None,
         checksum: Checksum = crc32c,
+        copy: Copy = plain_copy,
         fallbacks: Mapping[str, int] | None = None,
     ) -> None:
         self._codecs = codecs or CodecChoice({}, ())
@@ -88,7 +90,7 @@ class KVLinks:
         self._shared = shared or SharedLinks()
         self._tcp = KVSender(handshake, SenderSettings(tls=tls), self._shared.rules, checksum)
         self._remote = remote
-        self._shm = ShmSender(handshake)
+        self._shm = ShmSender(handshake, copy=copy)
         self._nixl = NixlSender(handshake, nixl) if nixl else None
         self._nixl_port = 0
         self._offered: list[str] = []

@@ -45,6 +45,7 @@ from pddbridge.give_way import give_way
 from pddbridge.links.nixl import NixlAgent, NixlError, installed
 from pddbridge.links.tcp import PROTOCOL_VERSION, Handshake
 from pddbridge.native.checksum import fastest_checksum
+from pddbridge.native.copy import fastest_copy
 from pddbridge.rpc.channel import bind, make_server, open_channel
 from pddbridge.rpc.gen import worker_pb2_grpc
 
@@ -136,8 +137,10 @@ async def _run(config: LaunchConfig, worker: WorkerConfig, topology_file: Path, 
         speeds = await asyncio.to_thread(measure_codecs, facts.kv_spec) if any(worker.site in link.between for link in config.links) else ()
         codecs = CodecChoice(neighbours.rules, speeds, codecs_taken(config, worker.site))
         handshake = Handshake(PROTOCOL_VERSION, semantic, facts.kv_spec, service.epoch, worker.name)
-        checksum = await asyncio.to_thread(fastest_checksum, _compile_cache_dir(cache_dir, worker))
-        around = (neighbours.known, neighbours.link_tls, neighbours.remote, neighbours.shared, *checksum)
+        checksum, slow_checksum = await asyncio.to_thread(fastest_checksum, _compile_cache_dir(cache_dir, worker))
+        copy, slow_copy = await asyncio.to_thread(fastest_copy, _compile_cache_dir(cache_dir, worker))
+        natives = (checksum, copy, {**slow_checksum, **slow_copy})
+        around = (neighbours.known, neighbours.link_tls, neighbours.remote, neighbours.shared, *natives)
         traffic = KVTraffic(handshake, step_loop, await nixl, codecs, *around)
         try:
             await traffic.start(place.kv.host, place.kv.port)

@@ -28,6 +28,7 @@ from pddbridge.links.nixl import NixlAgent
 from pddbridge.links.slot_loans import Lend
 from pddbridge.links.tcp import Handshake, OutgoingTransfer, TransferFailed, TransferReport
 from pddbridge.native.checksum import Checksum
+from pddbridge.native.copy import Copy, plain_copy
 from pddbridge.tls import LinkTls
 
 logger = logging.getLogger(__name__)
@@ -91,11 +92,12 @@ class KVTraffic:
         remote: Collection[str] = (),
         shared: SharedLinks | None = None,
         checksum: Checksum = crc32c,
+        copy: Copy = plain_copy,
         fallbacks: Mapping[str, int] | None = None,
     ) -> None:
         self._step_loop = step_loop
         ends = (self._place, self._complete, self._failed)
-        self._links = KVLinks(handshake, *ends, nixl, codecs, peers, tls, remote, shared, checksum, fallbacks)
+        self._links = KVLinks(handshake, *ends, nixl, codecs, peers, tls, remote, shared, checksum, copy, fallbacks)
         self._owners: dict[int, str] = {}  # transfer id -> request id
         self._last_id = 0
 

@@ -17,18 +17,20 @@ import numpy as np
 
 from pddbridge.links.slot_loans import SlotLoans
 from pddbridge.links.slots import LOAN_BYTES, MAX_SLOTS, SLOT_BYTES, SLOTS_OF_A_LOAN, FreeSlots
+from pddbridge.native.copy import Copy, plain_copy
 
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Arena:
-    """The sender's end: ``num_slots`` to copy frames into, and ``num_loans`` of LOAN_BYTES. ``fd`` stays open until ``close_fd``, the
+    """The sender's end: ``num_slots`` to ``copy`` frames into, and ``num_loans`` of LOAN_BYTES. ``fd`` stays open until ``close_fd``, the
     memory as long as somebody maps it.
 
     Raises ValueError for a size out of bounds, OSError when there is no memory.
     """
 
-    def __init__(self, num_slots: int, num_loans: int = 0) -> None:
+    def __init__(self, num_slots: int, num_loans: int = 0, copy: Copy = plain_copy) -> None:
+        self._copy = copy
         self.free = FreeSlots(num_slots)
         num_all = num_slots + num_loans * SLOTS_OF_A_LOAN
         if num_all > MAX_SLOTS:
@@ -50,7 +52,7 @@ class Arena:
 
     def write(self, slot: int, payload: memoryview) -> int:
         """Copy ``payload``, at most SLOT_BYTES, into a taken ``slot``; returns its offset in the arena."""
-        self._slots[slot, : len(payload)] = np.frombuffer(payload, np.uint8)
+        self._copy(self._slots[slot, : len(payload)], np.frombuffer(payload, np.uint8))
         return slot * SLOT_BYTES
 
     def offset_of(self, payload: memoryview) -> int | None:

@@ -14,15 +14,19 @@ from pddbridge.links.slot_loans import SlotLoans
 from pddbridge.links.slot_peer import Carrier, SlotSettings, SlottedFrame
 from pddbridge.links.slot_sender import SlotSender
 from pddbridge.links.slots import announce, note_message
+from pddbridge.native.copy import Copy, plain_copy
 
 
 class ShmSender(SlotSender):
-    """To receivers that :func:`pddbridge.links.shm_io.reachable` finds. A receiver's epoch is all its address here."""
+    """To receivers that :func:`pddbridge.links.shm_io.reachable` finds. A receiver's epoch is all its address here. ``copy``: of
+    frames into slots.
+    """
 
     lends = True
 
-    def __init__(self, handshake: Handshake, settings: SlotSettings | None = None) -> None:
+    def __init__(self, handshake: Handshake, settings: SlotSettings | None = None, copy: Copy = plain_copy) -> None:
         super().__init__(handshake, settings)
+        self._copy = copy
         self._prepared: dict[int, Arena] = {}
 
     def reaches(self, epoch: int) -> bool:
@@ -32,7 +36,7 @@ class ShmSender(SlotSender):
     async def _connect(self, host: str, port: int, epoch: int) -> Carrier:
         sock = await shm_io.connect(epoch)
         try:
-            arena = self._prepared.pop(epoch, None) or Arena(self._settings.num_slots, self._settings.num_loans)
+            arena = self._prepared.pop(epoch, None) or Arena(self._settings.num_slots, self._settings.num_loans, self._copy)
             try:
                 await shm_io.send_hello(sock, hello(self._handshake, epoch), arena.fd)
             finally:
@@ -49,7 +53,7 @@ class ShmSender(SlotSender):
     def _lends_at_once(self, epoch: int) -> SlotLoans | None:
         """The first connection's arena, so that blocks that are made before it stands lie there."""
         try:
-            arena = Arena(self._settings.num_slots, self._settings.num_loans)
+            arena = Arena(self._settings.num_slots, self._settings.num_loans, self._copy)
         except OSError:  # connecting will say so
             return None
         self._prepared[epoch] = arena
