@@ -1,16 +1,25 @@
 """Goodput of the links between two processes of one host, taken in turns in one run, as ratios to TCP on loopback.
 
-python benchmarks/links_in_site.py [--json FILE] [--rounds N] [--links tcp,shm,nixl] [--what link,made,pages]
+python benchmarks/links_in_site.py [--json FILE] [--rounds N] [--links tcp,shm,nixl] [--what in_place,link,made,pages]
 
-Counted are seconds from opening a transfer of 268 MB until all of it is acknowledged, in three ways:
+A transfer of 268 MB, in four ways. In the first, what the link itself takes is counted, in the others the seconds from opening the
+transfer until all of it is acknowledged:
+
+*in_place*: blocks that are there, 8 MiB each, 64 MiB at once, in memory that the link lends (``shm``) or in memory of the maker's own
+(``tcp``), as workers have them after reading their pages; to a receiver that drops them. The clock stands while blocks are made.
 
 *link*: blocks that are there, in wire order, 4 MiB each and still in the cache, to a receiver that drops them. Shared memory copies them
-into slots: ``shm_copied``. *made*: a thread makes the blocks, 8 MiB at once, by a plain copy of bytes that are in the cache, in memory that
-the link lends (``shm``) or in memory of its own that was there (``tcp``); the receiver drops them. *pages*: the whole way from one
-engine's pages to another's, as two workers do it: a thread that reads pages in pieces of 8 MiB into wire order, the link, a thread that
-places what comes into pages of another layout. Over shared memory twice: ``shm`` with blocks made in slots that the link lends,
-``shm_copied`` with blocks made elsewhere, which it copies. Prints one row each: median and spread of GB/s, CPU seconds of both processes
-per GB, and the ratio of medians to TCP's of the same way.
+into slots: ``shm_copied``.
+
+*made*: a thread makes the blocks, 8 MiB at once, by a plain copy of bytes that are in the cache, in memory that the link lends (``shm``)
+or in memory of its own that was there (``tcp``); the receiver drops them.
+
+*pages*: the whole way from one engine's pages to another's, as two workers do it: a thread that reads pages in pieces of 8 MiB into wire
+order, the link, a thread that places what comes into pages of another layout. Over shared memory twice: ``shm`` with blocks made in slots
+that the link lends, ``shm_copied`` with blocks made elsewhere, which it copies.
+
+Prints one row each: median and spread of GB/s, CPU seconds of both processes per GB (the making of blocks included), and the ratio of
+medians to TCP's of the same way.
 """
 
 from __future__ import annotations
@@ -24,7 +33,7 @@ import secrets
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -60,10 +69,10 @@ SENDER: Final = Handshake(1, "benchmark", SPEC, 11, "sender")
 WARM_UP_ROUNDS: Final = 1
 TARGET: Final = 4.0
 COPIED: Final = "shm_copied"
-AIMED_AT: Final = (("link", COPIED), ("made", "shm"), ("pages", "shm"))
+AIMED_AT: Final = (("in_place", "shm"), ("link", COPIED), ("made", "shm"), ("pages", "shm"))
 
-# ``(transfer, acked_bytes)``: pushes all of it.
-Feed = Callable[[OutgoingTransfer, Callable[[], int]], None]
+# Pushes all of a transfer; or an awaitable that does, and gives the seconds that count.
+Feed = Callable[[OutgoingTransfer, "_Acked"], "Awaitable[float] | None"]
 Results = dict[tuple[str, str], list[tuple[float, float]]]
 # Blocks of a token range, made in the arrays that are given, one per plane, or elsewhere.
 Make = Callable[[TokenRange, "tuple[np.ndarray, ...] | None"], tuple[KVBlock, ...]]
@@ -134,6 +143,23 @@ def _receiver(pipe: Connection, epoch: int, num_transfers: int, first_placed: in
     asyncio.run(_serve(pipe, epoch, num_transfers, first_placed, with_nixl))
 
 
+class _Acked:
+    """Bytes of a transfer that the receiver has acknowledged."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._grew = asyncio.Event()
+
+    def add(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self._grew.set()
+
+    async def reach(self, num_bytes: int) -> None:
+        while self.num_bytes < num_bytes:
+            self._grew.clear()
+            await self._grew.wait()
+
+
 class _Links:
     """The sending process: opens one transfer after another."""
 
@@ -158,21 +184,17 @@ class _Links:
             self._stack.push_async_callback(sender.close)
 
     async def timed(self, link: str, feed: Feed) -> tuple[float, float]:
-        """(GB/s, CPU seconds of both processes per GB) of one transfer. ``feed(transfer, acked_bytes)`` pushes."""
+        """(GB/s, CPU seconds of both processes per GB) of one transfer. ``feed`` pushes."""
         self._num_opened += 1
-        acked = 0
-
-        def on_acked(num_bytes: int) -> None:
-            nonlocal acked
-            acked += num_bytes
-
+        acked = _Acked()
         cpu_s = time.process_time() + self._cpu_s()
         started_s = time.perf_counter()
         name = "shm" if link == COPIED else link
-        transfer = self._senders[name].open("127.0.0.1", self._ports[name], self._epoch, self._num_opened, TOKENS, on_acked=on_acked)
-        feed(transfer, lambda: acked)
+        transfer = self._senders[name].open("127.0.0.1", self._ports[name], self._epoch, self._num_opened, TOKENS, on_acked=acked.add)
+        fed = feed(transfer, acked)
+        counted_s = None if fed is None else await fed
         report = await transfer.done()
-        taken_s = time.perf_counter() - started_s
+        taken_s = time.perf_counter() - started_s if counted_s is None else counted_s
         cpu_s = time.process_time() + self._cpu_s() - cpu_s
         return report.bytes / 1e9 / taken_s, cpu_s / (report.bytes / 1e9)
 
@@ -190,7 +212,7 @@ class _Links:
 
 def rows_of(way: str, links: list[str]) -> list[str]:
     """What is measured in turns, one transfer each."""
-    over_shm = {"link": (COPIED,), "made": ("shm",), "pages": (COPIED, "shm")}[way]
+    over_shm = {"in_place": ("shm",), "link": (COPIED,), "made": ("shm",), "pages": (COPIED, "shm")}[way]
     return [name for link in links for name in (over_shm if link == "shm" else (link,))]
 
 
@@ -200,7 +222,7 @@ async def _measure(pipe: Connection, epoch: int, links: list[str], rounds: int, 
         opened = _Links(pipe, epoch, links, stack)
         await opened.start()
         for way in ways:
-            feed = {"link": _link_feed, "made": _made_feed, "pages": _pages_feed}[way]()
+            feed = {"in_place": _in_place_feed, "link": _link_feed, "made": _made_feed, "pages": _pages_feed}[way]()
             for round_number in range(WARM_UP_ROUNDS + rounds):
                 for link in rows_of(way, links):
                     before = opened.copied
@@ -212,17 +234,48 @@ async def _measure(pipe: Connection, epoch: int, links: list[str], rounds: int, 
     return results
 
 
+def _in_place_feed() -> Callable[[str], Feed]:
+    make = _copied_anew()
+
+    async def push_by_batches(transfer: OutgoingTransfer, acked: _Acked) -> float:
+        counted_s, batch = 0.0, READ_TOKENS * (WINDOW_BYTES // (READ_TOKENS * SPEC.bytes_per_token))
+        for first in range(0, len(TOKENS), batch):
+            blocks = [block for tokens in _pieces(first, first + batch) for block in make(tokens, _lent(transfer, tokens))]
+            started_s = time.perf_counter()
+            _push(transfer, tuple(blocks))
+            await acked.reach((first + batch) * SPEC.bytes_per_token)
+            counted_s += time.perf_counter() - started_s
+            del blocks  # what was lent is free again
+        return counted_s
+
+    return lambda link: push_by_batches
+
+
+def _pieces(start: int, stop: int) -> Iterator[TokenRange]:
+    return (TokenRange(first, first + READ_TOKENS) for first in range(start, stop, READ_TOKENS))
+
+
+def _lent(transfer: OutgoingTransfer, tokens: TokenRange) -> tuple[np.ndarray, ...] | None:
+    memory = None if transfer.lend is None else transfer.lend(room_for(SPEC, len(tokens)), False)
+    return None if memory is None else arrays_in(memory, SPEC, len(tokens))
+
+
 def _link_feed() -> Callable[[str], Feed]:
     piece, starts = _piece(PIECE_TOKENS), range(0, len(TOKENS), PIECE_TOKENS)
     blocks = [block for start in starts for block in _blocks(TokenRange(start, start + PIECE_TOKENS), (piece, piece))]
 
-    def push_all(transfer: OutgoingTransfer, _: Callable[[], int]) -> None:
+    def push_all(transfer: OutgoingTransfer, _: _Acked) -> None:
         _push(transfer, tuple(blocks))
 
     return lambda link: push_all
 
 
 def _made_feed() -> Callable[[str], Feed]:
+    make = _copied_anew()
+    return lambda link: _Maker(make, lends=link != COPIED)
+
+
+def _copied_anew() -> Make:
     piece = _piece(READ_TOKENS)
     # More than may be under way. They hold equal bytes, so that writing one anew, which is timed, changes nothing.
     private = itertools.cycle([tuple(piece.copy() for _ in range(2)) for _ in range(2 * WINDOW_BYTES // (2 * piece.nbytes))])
@@ -233,7 +286,7 @@ def _made_feed() -> Callable[[str], Feed]:
             np.copyto(array.view(np.uint16), piece.view(np.uint16))
         return _blocks(tokens, made)
 
-    return lambda link: _Maker(make, lends=link != COPIED)
+    return make
 
 
 def _pages_feed() -> Callable[[str], Feed]:
@@ -258,20 +311,17 @@ class _Maker:
         self._make = make
         self._lends = lends
 
-    def __call__(self, transfer: OutgoingTransfer, acked_bytes: Callable[[], int]) -> None:
+    def __call__(self, transfer: OutgoingTransfer, acked: _Acked) -> None:
         loop = asyncio.get_running_loop()
-        threading.Thread(target=self._run, args=(loop, transfer, acked_bytes), daemon=True).start()
+        threading.Thread(target=self._run, args=(loop, transfer, acked), daemon=True).start()
 
-    def _run(self, loop: asyncio.AbstractEventLoop, transfer: OutgoingTransfer, acked_bytes: Callable[[], int]) -> None:
-        for start in range(0, len(TOKENS), READ_TOKENS):
-            tokens = TokenRange(start, start + READ_TOKENS)
-            while start * SPEC.bytes_per_token - acked_bytes() > WINDOW_BYTES:
+    def _run(self, loop: asyncio.AbstractEventLoop, transfer: OutgoingTransfer, acked: _Acked) -> None:
+        for tokens in _pieces(0, len(TOKENS)):
+            while tokens.start * SPEC.bytes_per_token - acked.num_bytes > WINDOW_BYTES:
                 time.sleep(0.0002)
-            lend = transfer.lend if self._lends else None
-            memory = None if lend is None else lend(room_for(SPEC, len(tokens)), False)
-            out = None if memory is None else arrays_in(memory, SPEC, len(tokens))
+            out = _lent(transfer, tokens) if self._lends else None
             loop.call_soon_threadsafe(_push, transfer, self._make(tokens, out))
-            del memory, out
+            del out
 
 
 def _push(transfer: OutgoingTransfer, blocks: tuple[KVBlock, ...]) -> None:
@@ -284,7 +334,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--links", default="tcp,shm")
-    parser.add_argument("--what", default="link,made,pages")
+    parser.add_argument("--what", default="in_place,link,made,pages")
     arguments = parser.parse_args()
     links, ways = arguments.links.split(","), arguments.what.split(",")
     ours, theirs = multiprocessing.Pipe()
