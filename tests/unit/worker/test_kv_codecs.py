@@ -26,9 +26,21 @@ ZSTD = CodecSpeed(CodecId.ZSTD_PLANES, True, 1.45, 0.35e9, 1.0e9)
 INT8 = CodecSpeed(CodecId.INT8_BLOCKS, False, 1.88, 0.6e9, 1.6e9)
 
 
-def delivered(bytes_per_s: float, ratio: float = 1.0) -> LinkStats:
-    """A link that was seen to deliver so much KV."""
-    return LinkStats(bytes_per_s, bytes_per_s / ratio, 0.05, 0, 0, 2, 1000, round(1000 / ratio))
+class Link:
+    """One that delivers more and more KV."""
+
+    def __init__(self) -> None:
+        self._kv_bytes = self._wire_bytes = 0
+
+    def delivered(self, bytes_per_s: float, ratio: float = 1.0, num_bytes: int = 8 << 20) -> LinkStats:
+        self._kv_bytes += num_bytes
+        self._wire_bytes += round(num_bytes / ratio)
+        return LinkStats(bytes_per_s, bytes_per_s / ratio, 0.05, 0, 0, 2, self._kv_bytes, self._wire_bytes)
+
+
+def delivered(bytes_per_s: float) -> LinkStats:
+    """A link that was seen to deliver so much KV, raw."""
+    return Link().delivered(bytes_per_s)
 
 
 def with_link(**fields: object) -> LaunchConfig:
@@ -82,18 +94,30 @@ def test_the_declared_rate_counts_until_there_is_a_measured_one() -> None:
 
 def test_goodput_is_read_as_what_the_codec_in_use_delivered() -> None:
     """110 MB/s raw are worth coding at half a thread; 110 MB/s that were coded mean a link of 76 MB/s; 160 mean the codec is the limit."""
-    choice = CodecChoice({FAR: CodecRule(None, False, None)}, [ZSTD])
-    assert choice.choose(FAR, delivered(110e6)) is CodecId.ZSTD_PLANES
-    assert choice.choose(FAR, delivered(110e6, 1.45)) is CodecId.ZSTD_PLANES
-    assert choice.choose(FAR, delivered(160e6, 1.45)) is CodecId.RAW
-    assert choice.choose(FAR, delivered(160e6)) is CodecId.RAW, "raw now, and too fast a link for half a thread"
+    choice, link = CodecChoice({FAR: CodecRule(None, False, None)}, [ZSTD]), Link()
+    assert choice.choose(FAR, link.delivered(110e6)) is CodecId.ZSTD_PLANES
+    assert choice.choose(FAR, link.delivered(110e6, 1.45)) is CodecId.ZSTD_PLANES
+    assert choice.choose(FAR, link.delivered(160e6, 1.45)) is CodecId.RAW
+    assert choice.choose(FAR, link.delivered(160e6)) is CodecId.RAW, "raw now, and too fast a link for half a thread"
 
 
-def test_a_codec_that_does_nothing_for_what_is_really_sent_is_left_and_not_tried_again() -> None:
-    choice = CodecChoice({FAR: CodecRule(None, False, 5e6)}, [ZSTD])
+def test_a_codec_that_does_nothing_for_what_is_really_sent_is_left_and_not_soon_tried_again() -> None:
+    choice, link = CodecChoice({FAR: CodecRule(None, False, 5e6)}, [ZSTD]), Link()
     assert choice.choose(FAR, None) is CodecId.ZSTD_PLANES
-    assert choice.choose(FAR, delivered(5.1e6, 1.02)) is CodecId.RAW
-    assert choice.choose(FAR, delivered(5e6)) is CodecId.RAW
+    assert choice.choose(FAR, link.delivered(5.1e6, 1.02)) is CodecId.RAW
+    later = [choice.choose(FAR, link.delivered(5e6)) for _ in range(70)]
+    assert set(later[:60]) == {CodecId.RAW}
+    assert CodecId.ZSTD_PLANES in later[60:], "other KV may be sent by then"
+
+
+def test_what_went_raw_before_says_nothing_of_the_codec_that_follows() -> None:
+    """The rates are still those of the raw KV when the next push asks."""
+    choice, link = CodecChoice({FAR: CodecRule(None, False, None)}, [ZSTD]), Link()
+    assert choice.choose(FAR, link.delivered(5e6)) is CodecId.ZSTD_PLANES
+    for _ in range(3):
+        assert choice.choose(FAR, link.delivered(5e6, 1.0, num_bytes=1000)) is CodecId.ZSTD_PLANES
+    assert choice.choose(FAR, link.delivered(7e6, 1.4)) is CodecId.ZSTD_PLANES
+    assert choice.choose(FAR, link.delivered(5e6, 1.0, num_bytes=64 << 20)) is CodecId.RAW
 
 
 def test_bfloat16_is_coded_on_30_mbit_and_raw_on_loopback() -> None:
@@ -103,9 +127,10 @@ def test_bfloat16_is_coded_on_30_mbit_and_raw_on_loopback() -> None:
     rules = codec_rules(config, plan_topology(config), "a")
     (far,) = rules
     choice = CodecChoice(rules, speeds)
+    link = Link()
     assert choice.choose(far, None) is CodecId.ZSTD_PLANES
-    assert choice.choose(far, delivered(3.7e6 * 1.45, 1.45)) is CodecId.ZSTD_PLANES
-    assert choice.choose(far, delivered(2e9)) is CodecId.RAW
+    assert choice.choose(far, link.delivered(3.7e6 * 1.45, 1.45)) is CodecId.ZSTD_PLANES
+    assert choice.choose(far, link.delivered(2e9)) is CodecId.RAW
     relay = plan_topology(config).worker("relay-0").route("a").kv
     assert choice.choose((relay.host, relay.port), None) is CodecId.RAW, "within the site"
 
