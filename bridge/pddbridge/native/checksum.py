@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 from crc32c import crc32c
 
-from pddbridge.native.library import load
+from pddbridge.native.compiled import load
 from pddbridge.native_build import NativeUnavailableError
 
 # ``(data, value)``: of ``data`` behind a message whose checksum is ``value``; 0 for none.

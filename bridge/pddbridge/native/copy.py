@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from pddbridge.native.library import load
+from pddbridge.native.compiled import load
 from pddbridge.native_build import NativeUnavailableError
 
 # ``(to, what)``: uint8 of one length, each in one piece.
