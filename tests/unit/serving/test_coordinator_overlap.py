@@ -101,9 +101,8 @@ async def test_a_slow_main_is_waited_for_so_long_only() -> None:
         request = make_request(sampling=params(40), handoff_at=5)
         outcome = await collect(coordinator, request)
         assert list(outcome.records) == expected(hashed_token, request)[0]
-        # How far the relay gets until it hears of it is the machine's matter; by itself it would go on to the end.
         assert outcome.timeline.main_tokens > 0
-        assert outcome.timeline.relay_tokens >= 5 + 8
+        assert 5 + 8 <= outcome.timeline.relay_tokens <= 5 + 8 + 22  # well before the end, on a busy machine, too
         assert coordinator.metrics.registry.get_sample_value("pdd:handoff_overlap_total", {"end": "bounded"}) == 1
 
 
