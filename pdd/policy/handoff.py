@@ -10,8 +10,9 @@ from typing import Literal
 
 from pdd.policy.handoff_choice import HandoffMode
 
-# The relay may stop when this share of a gap that does not show would be left: the next delay may be longer than those that were measured.
-_SURE = 0.8
+# The relay may stop when this share of a gap that does not show would be left: the next delay may be longer than those that were measured,
+# by most of an ITL before it shows. A relay that runs on for one token more is cheap next to that.
+_SURE = 0.4
 # covered: what the reader has yet to see outlasts main's delay · bounded: main is as slow as the relay or slower, and long enough is enough
 SealCause = Literal["one_shot", "catch_up", "covered", "bounded"]
 

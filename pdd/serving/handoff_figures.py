@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -42,6 +42,7 @@ class _WorkerFigures:
     extend_s_per_token: deque[float] = field(default_factory=_extends)
     steady: Spread = field(default_factory=_steady)
     delays: Spread = field(default_factory=_delays)
+    num_overlaps: int = 0
 
 
 class HandoffFigures:
@@ -56,9 +57,12 @@ class HandoffFigures:
         figures.gaps_s.append(gap_s)
         figures.steady.observe(gap_s)
 
-    def delay(self, worker: str, delay_s: float) -> None:
-        """In an overlap: from the acceptance of a relay's token to ``worker``'s proposal of the next."""
-        self._of(worker).delays.observe(delay_s)
+    def overlap(self, worker: str, delays_s: Sequence[float]) -> None:
+        """One is over. ``delays_s``: each from the acceptance of a relay's token to ``worker``'s proposal of the next."""
+        figures = self._of(worker)
+        for delay_s in delays_s:
+            figures.delays.observe(delay_s)
+        figures.num_overlaps += bool(delays_s)
 
     def ingest(self, worker: str, num_tokens: int, took_s: float) -> None:
         """``took_s``: from sending them to hearing that they are there, less a round trip."""
@@ -75,8 +79,12 @@ class HandoffFigures:
         return max((itl_s for name in workers if (itl_s := self._of(name).steady.quantile_s(0.5)) is not None), default=None)
 
     def usual_delay_s(self, worker: str) -> float | None:
-        """What nearly all delays of late did not exceed."""
-        return self._of(worker).delays.quantile_s(_USUAL)
+        """What nearly all delays of late did not exceed, and more where that rests on few overlaps: delays within one are alike, and a
+        quantile of n samples is off by a share that falls with the root of n.
+        """
+        figures = self._of(worker)
+        usual_s = figures.delays.quantile_s(_USUAL)
+        return None if usual_s is None else usual_s * (1 + figures.num_overlaps**-0.5)
 
     def extend_s_per_token(self, worker: str) -> float | None:
         costs = self._of(worker).extend_s_per_token

@@ -232,8 +232,7 @@ class HandoffRun:
 
     def _end_race(self, end: str) -> None:
         if self._race is not None and self._main_name is not None:
-            for delay_s in self._race.delays_s:
-                self._figures.delay(self._main_name, delay_s)
+            self._figures.overlap(self._main_name, self._race.delays_s)
         self._race = None
         self._race_end = ""
         self._metrics.overlaps.labels(end).inc()

@@ -175,7 +175,8 @@ def known(relay_itl_s: float, main_itl_s: float, delay_s: float) -> HandoffFigur
     for _ in range(20):
         figures.gap("relay-0", relay_itl_s)
         figures.gap("main-0", main_itl_s)
-        figures.delay("main-0", delay_s)
+    for _ in range(400):
+        figures.overlap("main-0", [delay_s])
     return figures
 
 
@@ -305,6 +306,19 @@ def test_what_is_usual_outlasts_what_is_so_just_now() -> None:
     assert figures.itl_s("main-0") == pytest.approx(0.12)
     assert figures.steady_itl_s(["main-0"]) == pytest.approx(0.05, rel=0.03)
     assert figures.steady_itl_s(["relay-0", "main-0", "unheard-of"]) == pytest.approx(0.05, rel=0.03)
-    for number in range(100):
-        figures.delay("main-0", 0.4 if number % 10 == 9 else 0.1)
-    assert figures.usual_delay_s("main-0") == pytest.approx(0.4, rel=0.03)
+    for _ in range(100):
+        figures.overlap("main-0", [0.1] * 9 + [0.4])
+    assert figures.usual_delay_s("main-0") == pytest.approx(1.1 * 0.4, rel=0.03)
+
+
+def test_of_few_overlaps_a_longer_delay_is_taken_to_be_usual() -> None:
+    figures = HandoffFigures()
+    figures.overlap("main-0", [])
+    assert figures.usual_delay_s("main-0") is None, "an overlap that ended before main proposed says nothing"
+    usual_s = []
+    for _ in range(25):
+        figures.overlap("main-0", [0.2])
+        usual_s.append(figures.usual_delay_s("main-0"))
+    assert usual_s[0] == pytest.approx(2 * 0.2, rel=0.03)
+    assert usual_s[3] == pytest.approx(1.5 * 0.2, rel=0.03)
+    assert usual_s[24] == pytest.approx(1.2 * 0.2, rel=0.03)
