@@ -102,6 +102,7 @@ def validate(
     scenarios: Annotated[Path | None, typer.Option("--scenarios", help="what to run live and simulate (YAML)")] = None,
     measured: Annotated[Path | None, typer.Option("--measured", help="JSON of an earlier run: simulate again, run nothing")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", callback=writable, help="write scenarios and figures here")] = None,
+    requests_file: Annotated[Path | None, typer.Option("--requests", callback=writable, help="write live requests here (JSONL)")] = None,
 ) -> None:
     """Scenarios through the live system and through the simulator. Exit status 1 when a figure is further off than allowed."""
     from pdd.bench import validate as validation
@@ -125,13 +126,15 @@ def validate(
             for scenario in validation.load_scenarios(scenarios):
                 console.print(f"scenario {scenario.name}")
                 known.append((scenario, validation.measure(launch, scenario, cache_dir(), console)))
-        compared = [validation.Compared(scenario, validation.predict(spec, scenario), live) for scenario, live in known]
+        compared = [validation.compare(spec, scenario, live) for scenario, live in known]
     except (ValueError, OSError, StartError, AskError) as error:
         raise fail(error) from error
     found = [error for one in compared for error in one.errors]
     show_errors(found, console)
     if json_file is not None:
         validation.save(compared, json_file)
+    if requests_file is not None:
+        validation.save_requests(compared, requests_file)
     if not all(error.within for error in found):
         raise typer.Exit(1)
 

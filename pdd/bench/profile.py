@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -50,9 +50,7 @@ def profile(
     spec = open_checkpoint(resolve(config.model, cache_dir)).spec
     with Deployment(own_ports(config), cache_dir) as deployment:
         urls = start_modes(deployment, StartProgress(console))
-        has_relay = any(worker.role == "relay" for worker in config.workers)
-        step_tokens = _workers(config, "prefill")[0].max_step_tokens
-        measured = asyncio.run(_probe(urls, config.model, spec.vocab_size, has_relay, step_tokens, told))
+        measured = asyncio.run(probe(urls, config, spec.vocab_size, lambda prober: prober.measure(told)))
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(asdict(measured), indent=1) + "\n", encoding="utf-8")
@@ -107,13 +105,15 @@ def save(found: dict[str, object], path: Path) -> None:
     path.write_text(yaml.safe_dump(found, sort_keys=False), encoding="utf-8")
 
 
-async def _probe(
-    urls: dict[Mode, str], model: str, vocab_size: int, has_relay: bool, step_tokens: int, told: Callable[[str], None]
+async def probe(
+    urls: Mapping[Mode, str], config: LaunchConfig, vocab_size: int, ask: Callable[[Prober], Awaitable[Measured]], seed: int = 0
 ) -> Measured:
+    """``ask`` of a prober for the doors of one deployment's modes. ``seed``: see :class:`Prober`. Raises ValueError."""
     path = "/v1/completions"
-    targets = {mode: Target(url.removesuffix(path), path, "openai", model, True) for mode, url in urls.items()}
+    targets = {mode: Target(url.removesuffix(path), path, "openai", config.model, True) for mode, url in urls.items()}
+    step_tokens = _workers(config, "prefill")[0].max_step_tokens
     async with client(targets["pdd"], _TIMEOUT_S) as http:
-        return await Prober(http, targets, vocab_size, has_relay, step_tokens).measure(told)
+        return await ask(Prober(http, targets, vocab_size, bool(_workers(config, "relay")), step_tokens, seed))
 
 
 def _link(config: LaunchConfig) -> EmulatedLink:

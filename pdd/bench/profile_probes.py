@@ -26,6 +26,8 @@ _DECODES = ((1, 250), (4, 250), (7, 250), (4, 1100))  # rows, context; a relay o
 _FAR_ROWS = (2, 4)  # at main, whose tokens cross the link
 _BOTH_ROWS = (1, 2, 4)  # at relay and at main
 _EXTENDS = (8, 136)  # log tokens that main is given at once
+_YARD_PROMPTS = (257, 513)
+_YARD_ROWS = 2
 _ALONE_ROUNDS = 4
 _SLOW_ROUNDS = 2  # of what takes seconds and varies little
 _ROUNDS = 3
@@ -51,16 +53,19 @@ class _Row:
 
 class Prober:
     """``targets``: the doors of one deployment's modes. ``has_relay``: whether probes of a relay make sense · ``step_tokens``: of a prefill
-    step at most.
+    step at most · ``seed``: another one for each prober of a deployment, whose caches know what the others asked.
     """
 
-    def __init__(self, http: httpx.AsyncClient, targets: Mapping[Mode, Target], vocab_size: int, has_relay: bool, step_tokens: int) -> None:
+    def __init__(
+        self, http: httpx.AsyncClient, targets: Mapping[Mode, Target], vocab_size: int, has_relay: bool, step_tokens: int, seed: int = 0
+    ) -> None:
         self._http = http
         self._targets = targets
         self._vocab_size = vocab_size
-        self._rng = np.random.default_rng(0)
+        self._seed = seed
+        self._rng = np.random.default_rng(seed)
         self._number = 0
-        self._roles = ("relay", "main") if has_relay else ("main",)
+        self._roles: tuple[str, ...] = ("relay", "main") if has_relay else ("main",)
         sizes = sorted({max(1, step_tokens * part // _SIZES) for part in range(1, _SIZES + 1)})
         self._prompts = [tokens + 1 for tokens in (*sizes, *(step_tokens * steps for steps in _LONG_STEPS))]
 
@@ -71,7 +76,7 @@ class Prober:
             await self._ask(mode, _BESIDE_PROMPT, 4)  # what the first request warms is not what is measured
         for number in range(_ALONE_ROUNDS):
             told(f"one request at a time, {number + 1} of {_ALONE_ROUNDS}")
-            await self._alone(found)
+            await self._alone(found, self._prompts)
         told("one request at a time, over the link, by relay, known in part")
         for _ in range(_ALONE_ROUNDS):
             await self._alone_over_the_link(found)
@@ -103,8 +108,21 @@ class Prober:
                 found.beside_link.append(DecodeRun("main", 1, _DECODES[0][1], _itl_s(held, done, arrived), ("link",)))
         return found
 
-    async def _alone(self, found: Measured) -> None:
-        for tokens in self._prompts:
+    async def yardstick(self) -> Measured:
+        """Ten seconds of probes by which one tells how fast the machine is just now: prompts alone, beside main, and beside main and relay.
+        Raises ValueError when one fails.
+        """
+        found, context = Measured(), _DECODES[0][1]
+        await self._ask("same_site", _SHORT_PROMPT, 4)  # after a pause
+        await self._alone(found, _YARD_PROMPTS)
+        for roles in dict.fromkeys([("main",), self._roles]):
+            async with self._decoding(list(roles) * _YARD_ROWS, context) as held:
+                await self._beside(found, held, context)
+        await self._alone(found, _YARD_PROMPTS)
+        return found
+
+    async def _alone(self, found: Measured, prompts: Sequence[int]) -> None:
+        for tokens in prompts:
             record = await self._ask("same_site", tokens, 3, pipeline="direct")
             found.prefills.append(PrefillRun(tokens - 1, _time(record, "prefill_done_s")))
             found.main_firsts_s.append(record.ttft_s - _time(record, "prefill_done_s"))
@@ -227,7 +245,7 @@ class Prober:
 
     def _salt(self) -> str:
         self._number += 1
-        return f"profile-{self._number}"
+        return f"profile-{self._seed}-{self._number}"
 
 
 def _itl_s(rows: Sequence[_Row], from_s: float, to_s: float) -> float:

@@ -11,7 +11,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -64,8 +64,17 @@ class Plan:
     seed: int
 
 
-def run(config: LaunchConfig, cache_dir: Path, plan: Plan, console: Console, json_file: Path | None) -> dict[Mode, MixOutcome]:
-    """Launch, measure, end everything; writes ``json_file`` when given. Raises StartError, AskError, ValueError."""
+def run(
+    config: LaunchConfig,
+    cache_dir: Path,
+    plan: Plan,
+    console: Console,
+    json_file: Path | None,
+    between: Callable[[Mapping[Mode, str]], None] = lambda urls: None,
+) -> dict[Mode, MixOutcome]:
+    """Launch, measure, end everything; writes ``json_file`` when given. ``between``: is called before each mode and after the last, while
+    nothing else is asked. Raises StartError, AskError, ValueError.
+    """
     if plan.rounds < 1:
         raise ValueError(f"rounds: given {plan.rounds}, allowed from 1 on")
     spec = open_checkpoint(resolve(config.model, cache_dir)).spec
@@ -83,10 +92,12 @@ def run(config: LaunchConfig, cache_dir: Path, plan: Plan, console: Console, jso
         for number in range(plan.rounds):
             for mode in MODES[number % 3 :] + MODES[: number % 3]:
                 salt = f"{plan.seed}-{number}-{mode}"
+                between(urls)
                 prime(mix, urls, mode, config.model, salt)
                 done, seconds = _replay(mix, urls[mode], config.model, salt, LABELS[mode], console)
                 asked[mode] += done
                 took_s[mode] += seconds
+        between(urls)
     results = {mode: mix_outcome(mode, asked[mode], took_s[mode]) for mode in MODES}
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)

@@ -174,7 +174,7 @@ def fit_slowdown(measured: Measured, costs: dict[str, EngineCost], step_tokens: 
     """By roles that were busy at once: how many times longer each of them took than alone; the median of what was measured."""
     found: dict[tuple[str, ...], dict[str, list[float]]] = {}
     for beside in measured.prefills_beside:
-        found.setdefault(beside.busy, {}).setdefault("prefill", []).append(_prefill_times(beside, costs["prefill"], step_tokens))
+        found.setdefault(beside.busy, {}).setdefault("prefill", []).append(prefill_times(beside, costs["prefill"], step_tokens))
     for run in (*measured.decodes_beside, *(run for run in measured.decodes if len(run.busy) > 1)):
         times = run.seconds / costs[run.role].step(run.rows, run.rows * run.context)
         found.setdefault(run.busy, {}).setdefault(run.role, []).append(times)
@@ -187,13 +187,13 @@ def fit_waits(measured: Measured, costs: dict[str, EngineCost], step_tokens: int
     """
     reserve, arrive = [], []
     for run in measured.prefills_beside:
-        short_s = costs["prefill"].prefill(run.short_tokens, 0, step_tokens) * _prefill_times(run, costs["prefill"], step_tokens)
+        short_s = costs["prefill"].prefill(run.short_tokens, 0, step_tokens) * prefill_times(run, costs["prefill"], step_tokens)
         reserve.append((run.short_s - short_s) / run.step_s)
         arrive += [(first_s - overheads_s[run.role]) / run.step_s for first_s in run.firsts_s]
     return max(0.0, median(reserve)), max(1.0, median(arrive))
 
 
-def _prefill_times(run: BesideRun, cost: EngineCost, step_tokens: int) -> float:
+def prefill_times(run: BesideRun, cost: EngineCost, step_tokens: int) -> float:
     """How many times longer than alone prefill took for what the long prompt had more than the short one: what both waited for is out."""
     alone_s = cost.prefill(run.long_tokens, 0, step_tokens) - cost.prefill(run.short_tokens, 0, step_tokens)
     return (run.long_s - run.short_s) / alone_s

@@ -10,12 +10,15 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from pdd.bench.validate import Compared, load_measured, load_scenarios, predict, save
+from pdd.bench.modes import MODES, Mode
+from pdd.bench.validate import Compared, Live, compare, load_measured, load_scenarios, predict, save
 from pdd.cli import app
 from pdd.sim.against import Figures
 from pdd.sim.config import load_sim_config
+from pdd.sim.fit import BesideRun, DecodeRun, Measured, PrefillRun
+from pdd.sim.paces import Pace, at_pace, paces
 from pdd.sim.run import simulate
-from pdd.sim.spec import Jitter, at_rate
+from pdd.sim.spec import Jitter, SystemSpec, at_rate
 
 _COST = dict.fromkeys(("prefill_s", "prefill_token_s", "prefill_pair_s", "step_s", "row_s", "context_s", "extend_token_s"), 1e-4)
 _ROLE = {
@@ -79,10 +82,11 @@ def test_what_is_too_far_off_fails_and_what_was_measured_is_kept(files: tuple[Pa
     (scenario,) = load_scenarios(scenarios)
     exact = predict(load_sim_config(profile).spec(), scenario)
 
-    def run(measured: dict[str, Figures], name: str) -> tuple[int, str]:
+    def run(measured: dict[Mode, Figures], name: str) -> tuple[int, str]:
         file = tmp_path / name
-        save([Compared(scenario, exact, measured)], file)
-        assert load_measured(file) == [(scenario, measured)]
+        live = Live(measured)
+        save([Compared(scenario, exact, live)], file)
+        assert load_measured(file) == [(scenario, live)]
         again = tmp_path / f"again_{name}"
         result = CliRunner().invoke(app, ["validate", "--profile", str(profile), "--measured", str(file), "--json", str(again)])
         assert again.exists(), result.output
@@ -110,3 +114,49 @@ def test_scenarios_that_cannot_be_are_refused(tmp_path: Path) -> None:
     file.write_text("[{}]")
     with pytest.raises(ValueError, match="scenario"):
         load_measured(file)
+
+
+def _yardstick(spec: SystemSpec, alone: float, beside: float) -> Measured:
+    """On a machine that takes ``alone`` times as long as profiled, and ``beside`` times where engines run at once."""
+    prefill, main = spec.prefill.cost, spec.main.cost
+    short_s, long_s = (2.0 * beside * prefill.prefill(tokens, 0, 256) for tokens in (32, 512))
+    return Measured(
+        prefills=[
+            PrefillRun(tokens, alone * noise * prefill.prefill(tokens, 0, 256)) for tokens in (256, 512) for noise in (0.9, 1.0, 1.1)
+        ],
+        decodes=[DecodeRun("main", 2, 250, alone * main.step(2, 500), ("main",))],
+        prefills_beside=[BesideRun("main", ("prefill", "main"), 0.02, 32, 0.1 + short_s, 512, 0.1 + long_s, (0.1, 0.1))],
+        decodes_beside=[DecodeRun("main", 2, 250, beside * main.step(2, 500), ("prefill", "main"))],
+    )
+
+
+def test_a_yardstick_tells_how_fast_the_machine_is_now(files: tuple[Path, Path]) -> None:
+    spec = load_sim_config(files[0]).spec()
+    found = paces(spec, _yardstick(spec, 1.2, 1.5))
+    assert (found["prefill"].alone, found["prefill"].beside) == pytest.approx((1.2, 1.5))
+    assert (found["main"].alone, found["main"].beside) == pytest.approx((1.2, 1.5))
+    assert found["relay"] == Pace()
+    slower = at_pace(spec, found)
+    assert slower.prefill.cost.prefill(700, 100, 256) == pytest.approx(1.2 * spec.prefill.cost.prefill(700, 100, 256))
+    assert slower.main.cost.step(3, 900) == pytest.approx(1.2 * spec.main.cost.step(3, 900))
+    assert slower.relay == spec.relay
+    assert slower.host is not None
+    assert slower.host.slowdown[frozenset(("prefill", "main"))]["prefill"] * 1.2 == pytest.approx(2.0 * 1.5)
+    again = paces(slower, _yardstick(spec, 1.2, 1.5))["prefill"]
+    assert (again.alone, again.beside) == pytest.approx((1.0, 1.0))
+    assert paces(spec, Measured()) == dict.fromkeys(("prefill", "main", "relay"), Pace())
+    assert at_pace(spec, paces(spec, Measured())) == spec
+
+
+def test_each_mode_is_simulated_at_the_pace_around_it(files: tuple[Path, Path], tmp_path: Path) -> None:
+    spec = load_sim_config(files[0]).spec()
+    (scenario,) = load_scenarios(files[1])
+    exact = predict(spec, scenario)
+    # Twice as slow before and after the first mode, as profiled when the last begins.
+    found = compare(spec, scenario, Live(exact, tuple(_yardstick(spec, times, times) for times in (2.0, 2.0, 1.0, 1.0))))
+    assert [found.paces[mode]["prefill"].alone for mode in MODES] == pytest.approx([2.0, 1.5, 1.0], abs=0.06)
+    assert found.simulated["same_site"].ttft_p50_s > 1.5 * exact["same_site"].ttft_p50_s
+    assert found.simulated["pdd"].ttft_p50_s == pytest.approx(exact["pdd"].ttft_p50_s)
+    save([found], tmp_path / "kept.json")
+    ((_, live),) = load_measured(tmp_path / "kept.json")
+    assert compare(spec, scenario, live).simulated == found.simulated
