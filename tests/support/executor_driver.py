@@ -10,8 +10,11 @@ from pdd.worker import messages as m
 from pdd.worker.executor import Executor, ExecutorLimits
 from pddbridge.engine import Engine, KVBlock
 from pddbridge.sampling_params import SamplingParams
+from tests.support.fake_engine import FakeEngine
 
 E = TypeVar("E")
+
+PROMPT = list(range(40, 63))  # 23 tokens: two pages of 8 and a tail
 
 
 class ExecutorDriver:
@@ -104,3 +107,25 @@ class ExecutorDriver:
 
     def _emit(self, request_id: str, event: m.Event) -> None:
         self.events.setdefault(request_id, []).append(event)
+
+
+def transferred(prompt: list[int], start: int = 0) -> ExecutorDriver:
+    """A prefill worker that has ``prompt`` computed and read for a receiver that lacks it from ``start`` on."""
+    driver = ExecutorDriver(FakeEngine(page_size=12))
+    driver.open("p", prompt, decode=False, push_to=[m.PushTo("main", start)])
+    driver.run()
+    return driver
+
+
+def move(sender: ExecutorDriver, receiver: ExecutorDriver, request_id: str) -> None:
+    num_bytes = 0
+    for read in sender.of("p", m.KVRead):
+        receiver.place(request_id, read.blocks)
+        num_bytes += sum(block.values.nbytes for block in read.blocks)
+    receiver.executor.handle(m.TransferComplete(request_id, num_bytes, num_bytes))
+
+
+def computed(driver: ExecutorDriver) -> tuple[int, int, int]:
+    """Prompt and log positions computed, tokens sampled."""
+    counters = driver.snapshot().counters
+    return counters.computed_prompt_tokens, counters.computed_log_tokens, counters.sampled_tokens
