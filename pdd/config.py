@@ -66,6 +66,7 @@ class WorkerConfig(StrictModel):
     ``max_decode_wait_chunks``: steps with a prefill chunk that a decode row is left out of at most, where there are more rows than
     ``max_rows``. ``idle_threads``: "spin" for a worker with as many cores of its own as ``threads``, "sleep" where workers share cores
     (PyTorch on a CPU). ``nice``: how far its compute threads stand back behind those of other workers on the same cores, as in nice(2).
+    ``cpus``: the host's cores that they run on, by number; all by default.
     ``host_cache_mib``: of host memory for cached pages that must leave the device; 0: they vanish. ``run_ahead``:
     whether a decode step is started before the tokens of the one before are known; "auto": where the device is not the host's CPU.
     """
@@ -86,6 +87,7 @@ class WorkerConfig(StrictModel):
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     idle_threads: Literal["sleep", "spin"] = "sleep"
     nice: Annotated[int, Field(ge=0, le=19)] = 0
+    cpus: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None = None
     num_devices: Annotated[int, Field(ge=1, le=256)] = 1
     run_ahead: Literal["auto", "on", "off"] = "auto"
     prefix_cache: bool = True

@@ -31,6 +31,7 @@ from pdd.security_config import is_loopback
 from pdd.settle import one_heap, settle
 from pdd.tls_setup import to_coordinator, worker_guards, worker_rpc_tls
 from pdd.topology import Topology
+from pdd.worker.cores import compute_on
 from pdd.worker.executor import ExecutorLimits
 from pdd.worker.kv_codecs import CodecChoice, codecs_taken, measure_codecs
 from pdd.worker.neighbours import Neighbours
@@ -238,8 +239,11 @@ def _engine_factory(config: LaunchConfig, worker: WorkerConfig, model_dir: Path,
     os.environ.update(environment(worker.threads, worker.device, worker.num_devices, worker.idle_threads == "spin"))
 
     def make_engine() -> Engine:
+        # This thread, and those that the engine starts.
+        if worker.cpus is not None:
+            compute_on(worker.cpus)
         if worker.nice:
-            give_way(worker.nice)  # this thread, and those that the engine starts
+            give_way(worker.nice)
         create: EngineFactory = importlib.import_module(f"pdd{worker.engine}.engine").create
         return create(str(model_dir), engine_config)
 

@@ -86,13 +86,14 @@ def health(address: Address) -> int:
     return int(reply.status)
 
 
-def niceness(pid: int) -> dict[str, int]:
-    """By name and number of thread."""
-    found = {}
+def niceness_and_cores(pid: int) -> tuple[dict[str, int], dict[str, set[int]]]:
+    """By name and number of thread, and what it may run on."""
+    nice, cores = {}, {}
     for task in Path(f"/proc/{pid}/task").iterdir():
         name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
-        found[f"{name} {task.name}"] = int(rest.split()[16])
-    return found
+        nice[f"{name} {task.name}"] = int(rest.split()[16])
+        cores[f"{name} {task.name}"] = os.sched_getaffinity(int(task.name))
+    return nice, cores
 
 
 def opening(hold: threading.Event) -> Iterator[worker_pb2.WorkerCommand]:
@@ -138,13 +139,22 @@ def test_it_serves_and_ends_with_its_parent(model: Path, tmp_path: Path, started
 
 
 @pytest.mark.parametrize(("worker", "threads"), [("prefill-0", "tf_XLAEigen"), ("main-0", "python")])
-def test_compute_threads_give_way_to_the_event_loop(worker: str, threads: str, model: Path, tmp_path: Path, started: list[Process]) -> None:
+def test_compute_threads_have_their_cores_and_give_way_to_the_event_loop(
+    worker: str, threads: str, model: Path, tmp_path: Path, started: list[Process]
+) -> None:
+    all_cores = os.sched_getaffinity(0)
+    one = {max(all_cores)}
     config = launch_config(str(model), engines=("jax", "jax", "torch"))
+    config = config.model_copy(update={"workers": tuple(each.model_copy(update={"cpus": tuple(one)}) for each in config.workers)})
     process = Process(config, plan_topology(config), tmp_path, worker)
     started.append(process)
     process.until("ready")
     pid, own = process.child.pid, os.getpriority(os.PRIO_PROCESS, 0)
-    found, nicer = niceness(pid), min(own + COMPUTE_NICE, 19)
+    found, bound = niceness_and_cores(pid)
+    assert bound.pop(next(name for name in bound if name.endswith(f" {pid}"))) == all_cores, "the event loop runs where it can"
+    assert one in [where for name, where in bound.items() if name.startswith(threads)]
+    assert all(where == one for name, where in bound.items() if name.startswith("tf_XLA"))
+    nicer = min(own + COMPUTE_NICE, 19)
     assert found.pop(next(name for name in found if name.endswith(f" {pid}"))) == own  # the event loop is the main thread
     assert nicer in [nice for name, nice in found.items() if name.startswith(threads)]
     assert {nice for name, nice in found.items() if name.startswith("tf_XLA")} <= {nicer}
