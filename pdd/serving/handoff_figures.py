@@ -18,6 +18,8 @@ _STEADY_HALF_LIFE = 4096
 _DELAY_HALF_LIFE = 256
 # Of main's delays, this share is to be covered.
 _USUAL = 0.95
+# By what share a figure that rests on one overlap is thought to be too low: delays of one main differ about so much.
+_DOUBT = 0.5
 
 
 def _gaps() -> deque[float]:
@@ -84,7 +86,7 @@ class HandoffFigures:
         """
         figures = self._of(worker)
         usual_s = figures.delays.quantile_s(_USUAL)
-        return None if usual_s is None else usual_s * (1 + figures.num_overlaps**-0.5)
+        return None if usual_s is None else usual_s * (1 + _DOUBT * figures.num_overlaps**-0.5)
 
     def extend_s_per_token(self, worker: str) -> float | None:
         costs = self._of(worker).extend_s_per_token
