@@ -28,9 +28,9 @@ from pdd.config import LaunchConfig
 from pdd.sim.against import Error, Figures, errors, live_figures
 from pdd.sim.fit import Measured
 from pdd.sim.paces import Pace, at_pace, paces
+from pdd.sim.request import Outcome
 from pdd.sim.run import simulate
 from pdd.sim.spec import SystemSpec, at_rate, modes
-from pdd.sim.system import Outcome
 from pdd.sim.workload import Skewed
 from pdd.strict_model import StrictModel
 

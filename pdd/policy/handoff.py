@@ -12,7 +12,7 @@ from pdd.policy.handoff_choice import HandoffMode
 
 # The relay may stop when this share of a gap that does not show would be left: the next delay may be longer than those that were measured,
 # by most of an ITL before it shows. A relay that runs on for one token more is cheap next to that.
-_SURE = 0.4
+SURE = 0.4
 # covered: what the reader has yet to see outlasts main's delay · bounded: main is as slow as the relay or slower, and long enough is enough
 SealCause = Literal["one_shot", "catch_up", "covered", "bounded"]
 
@@ -143,7 +143,7 @@ def _next_in_overlap(rules: OverlapRules, snapshot: HandoffSnapshot, overlap_tok
     if not snapshot.relay_proposes or snapshot.seal_sent or snapshot.main_delay_s is None:
         return Wait()
     delay_s = max(snapshot.main_delay_s, snapshot.usual_delay_s or 0.0)
-    if delay_s - snapshot.cover_s <= _SURE * reader_interval_s(rules.pace, snapshot.relay_itl_s, snapshot.steady_itl_s):
+    if delay_s - snapshot.cover_s <= SURE * reader_interval_s(rules.pace, snapshot.relay_itl_s, snapshot.steady_itl_s):
         return SealRelay("covered")
     if overlap_tokens >= rules.max_tokens and snapshot.main_delay_s <= rules.max_gap_s:
         return SealRelay("bounded")

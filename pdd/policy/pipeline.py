@@ -9,6 +9,7 @@ from typing import Literal
 
 from pdd.policy.lengths import LengthPrediction
 from pdd.policy.link import LinkSnapshot, delaying_bytes
+from pdd.policy.link_schedule import Priority
 from pdd.policy.local import LocalLimits, LocalQuestion, LocalRefusal, refuse_local
 from pdd.policy_config import PolicyConfig
 
@@ -94,6 +95,15 @@ class PipelineDecision:
         if self.pipeline != "relay" or self.predicted_relay_end_s is None or self.predicted_kv_s is None:
             return False
         return self.predicted_relay_end_s < self.predicted_kv_s - self.late_s
+
+    @property
+    def push_priority(self) -> Priority:
+        """Of what goes to main: a request waits for what goes to it alone; a relay's cover gives main time, and where the relay will have
+        ended before, nobody waits at all.
+        """
+        if self.pipeline == "direct":
+            return Priority.URGENT
+        return Priority.BACKGROUND if self.ends_on_relay else Priority.NORMAL
 
 
 def predict_prefill_s(snapshot: PipelineSnapshot) -> float:

@@ -31,17 +31,15 @@ class PushClass:
 
 
 def push_class(holder: Holder, decision: PipelineDecision | None) -> PushClass:
-    """Of the push to ``holder``. A request waits for what goes to its relay, or to main alone; a relay's cover gives main time, and where
-    the relay will have ended before, nobody waits at all.
-    """
+    """Of the push to ``holder``: for a relay a request waits."""
     if holder.part == "relay" or decision is None:
         return PushClass(Priority.URGENT)
     if decision.pipeline == "direct":
         computed_s = (decision.predicted_kv_s or 0.0) - (decision.predicted_wait_s or 0.0)
-        return PushClass(Priority.URGENT, None if decision.budget_s is None else min(_LATEST_S, computed_s + decision.budget_s))
-    if decision.ends_on_relay:
-        return PushClass(Priority.BACKGROUND)
-    return PushClass(Priority.NORMAL, decision.predicted_relay_end_s)
+        deadline_s = None if decision.budget_s is None else min(_LATEST_S, computed_s + decision.budget_s)
+    else:
+        deadline_s = None if decision.ends_on_relay else decision.predicted_relay_end_s
+    return PushClass(decision.push_priority, deadline_s)
 
 
 def open_prefill(holders: Holders, worker: PooledWorker, targets: Mapping[Holder, PushClass], traffic: LinkTraffic) -> Holder:

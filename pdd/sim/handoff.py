@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator
 from dataclasses import dataclass
 
 import simpy
 
+from pdd.handoff_config import HandoffConfig
+from pdd.policy.handoff import SURE, reader_interval_s
 from pdd.policy.handoff_choice import HandoffChoiceRules, HandoffChoiceSnapshot, choose_handoff
 from pdd.policy_config import PolicyConfig
 from pdd.sim.server import Job, either
@@ -42,6 +45,7 @@ class Handoff:
         yield self._env.timeout(self._rtt_s / 2)  # the coordinator is told
         backlog = max(1, int(relay.engine.got(job)))
         itl_s, main_s, cost = relay.step_s(0), main.step_s(context), main.spec.cost
+        steady_s = max(itl_s, main_s)
         snapshot = HandoffChoiceSnapshot(
             backlog_tokens=backlog,
             relay_running=relay.engine.num_jobs,
@@ -51,7 +55,7 @@ class Handoff:
             main_is_alone=main.engine.num_jobs == 0,
             extend_s_per_token=cost.extend_token_s,
             main_itl_s=main_s,
-            steady_itl_s=max(itl_s, main_s),
+            steady_itl_s=steady_s,
         )
         mode = choose_handoff(self._forced, snapshot, self._choice).mode
         slowdown = main_s / cost.step(main.engine.num_jobs + 1, main.engine.weight + context)
@@ -74,9 +78,20 @@ class Handoff:
             relayed = sealed()
             yield self._env.timeout(delay_s)
             return HandedOver(mode, max(itl_s, delay_s), relayed)
-        # Both decode until what the reader has yet to see, who gets it slower, outlasts main's delay.
         beside = main.decode(max(1, output_tokens - int(relay.engine.got(job))), context)[0]
-        late_s = self._rtt_s + main.step_s(context)
-        covered_s = min(late_s / max(1e-9, self._rules.pace - 1), self._rules.max_tokens * itl_s)
-        yield either(self._env, job.done, self._env.timeout(delay_s + covered_s))
-        return HandedOver(mode, self._rules.pace * itl_s, sealed(), beside)
+        # Where main's tokens come slower, the relay's went to the reader no faster while the KV was under way.
+        laid_by_s = backlog * (steady_s - itl_s)
+        both_s = covering_s(self._rules, itl_s, steady_s, self._rtt_s + main.step_s(context), laid_by_s)
+        yield either(self._env, job.done, self._env.timeout(delay_s + both_s))
+        return HandedOver(mode, reader_interval_s(self._rules.pace, itl_s, steady_s), sealed(), beside)
+
+
+def covering_s(rules: HandoffConfig, itl_s: float, steady_s: float, late_s: float, laid_by_s: float) -> float:
+    """How long relay and main both decode, from main's first token on, until what the reader has yet to see outlasts main's delay,
+    ``late_s``, as :func:`pdd.policy.handoff.next_action` asks: what was laid by before, and what each of the relay's tokens adds to it.
+    """
+    interval_s = reader_interval_s(rules.pace, itl_s, steady_s)
+    lacks_s = late_s - SURE * interval_s - min(laid_by_s, late_s, rules.max_cover_s)
+    gained_s = interval_s - itl_s
+    tokens = 0 if lacks_s <= 0 else rules.max_tokens if gained_s <= 0 else min(rules.max_tokens, math.ceil(lacks_s / gained_s))
+    return itl_s * max(1, tokens)  # main's delay is not known before it has proposed twice

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import simpy
 
+from pdd.policy.link_schedule import Priority
 from pdd.sim.server import Piece, SharedServer, when
 from pdd.sim.spec import LinkSpec
 
@@ -17,24 +18,26 @@ from pdd.sim.spec import LinkSpec
 @dataclass(eq=False, slots=True)
 class Transfer:
     """``left_bytes``: of the whole, still to be sent, those that are not computed included · ``ready_bytes``: of them, that may go now ·
-    ``done``: is called when nothing is left. A fair link counts both down when all that was ready has gone.
+    ``done``: is called when nothing is left · ``priority``: which a fair link here does not ask. A fair link counts both down when all that
+    was ready has gone.
     """
 
     left_bytes: float
     number: int
     done: Callable[[], object]
+    priority: Priority = Priority.NORMAL
     ready_bytes: float = 0.0
     active: bool = True
     piece: Piece | None = None
 
     @property
-    def rank(self) -> tuple[float, int]:
-        return self.left_bytes, self.number
+    def rank(self) -> tuple[int, float, int]:
+        return self.priority, self.left_bytes, self.number
 
 
 class Link(Protocol):
     """``queued_bytes``, ``num_transfers``: what is under way now · ``sent_bytes``: ever · ``on_busy``: is told when ``busy`` may have
-    changed.
+    changed · ``put_off``: behind all others, where nobody waits any more.
     """
 
     rate_bytes_s: float
@@ -52,9 +55,11 @@ class Link(Protocol):
     @property
     def busy(self) -> bool: ...
 
-    def open(self, num_bytes: float, done: Callable[[], object]) -> Transfer: ...
+    def open(self, num_bytes: float, done: Callable[[], object], priority: Priority = Priority.NORMAL) -> Transfer: ...
 
     def feed(self, transfer: Transfer, num_bytes: float) -> None: ...
+
+    def put_off(self, transfer: Transfer) -> None: ...
 
     def cancel(self, transfer: Transfer) -> None: ...
 
@@ -101,10 +106,10 @@ class FairLink:
     def queued_bytes(self) -> float:
         return max(0.0, self._owed_bytes - self._server.served) if self.num_transfers else 0.0
 
-    def open(self, num_bytes: float, done: Callable[[], object]) -> Transfer:
+    def open(self, num_bytes: float, done: Callable[[], object], priority: Priority = Priority.NORMAL) -> Transfer:
         self._owed_bytes += num_bytes
         self.num_transfers += 1
-        return Transfer(num_bytes, 0, done)
+        return Transfer(num_bytes, 0, done, priority)
 
     def feed(self, transfer: Transfer, num_bytes: float) -> None:
         if not transfer.active:
@@ -114,6 +119,9 @@ class FairLink:
             transfer.piece = self._server.run(num_bytes, lambda: self._sent(transfer))
         else:
             self._server.grow(transfer.piece, num_bytes)
+
+    def put_off(self, transfer: Transfer) -> None:
+        transfer.priority = Priority.BACKGROUND
 
     def cancel(self, transfer: Transfer) -> None:
         if not transfer.active:
@@ -148,7 +156,9 @@ _ROUNDING = 1e-12
 
 
 class ShortestLink:
-    """Whoever has the least left goes first, of those that have something to send; what a single transfer cannot use, the next ones do."""
+    """By class, and within one whoever has the least left goes first, of those that have something to send; what a single transfer cannot
+    use, the next ones do.
+    """
 
     def __init__(self, env: simpy.Environment, rate_bytes_s: float, flow_bytes_s: float | None) -> None:
         self.rate_bytes_s = rate_bytes_s
@@ -177,8 +187,8 @@ class ShortestLink:
         self._advance()
         return sum(one.left_bytes for one in self._open.values())
 
-    def open(self, num_bytes: float, done: Callable[[], object]) -> Transfer:
-        one = Transfer(num_bytes, self._number, done)
+    def open(self, num_bytes: float, done: Callable[[], object], priority: Priority = Priority.NORMAL) -> Transfer:
+        one = Transfer(num_bytes, self._number, done, priority)
         self._open[one.number] = one
         self._number += 1
         return one
@@ -189,6 +199,12 @@ class ShortestLink:
         self._advance()
         transfer.ready_bytes += num_bytes
         self._choose()
+
+    def put_off(self, transfer: Transfer) -> None:
+        if transfer.active:
+            self._advance()
+            transfer.priority = Priority.BACKGROUND
+            self._choose()
 
     def cancel(self, transfer: Transfer) -> None:
         if not transfer.active:

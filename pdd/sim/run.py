@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 import simpy
 
 from pdd.sim.against import Figures
+from pdd.sim.request import Outcome
 from pdd.sim.spec import SystemSpec
 from pdd.sim.stats import Histogram
-from pdd.sim.system import Outcome, System
+from pdd.sim.system import System
 from pdd.sim.workload import Workload, drive
 
 Json = dict[str, object]

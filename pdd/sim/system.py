@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import simpy
 
@@ -13,49 +12,23 @@ from pdd.policy.completion import CompletionSnapshot, choose_completion
 from pdd.policy.estimates import Lateness
 from pdd.policy.lengths import LengthEstimator
 from pdd.policy.link import LinkSnapshot
+from pdd.policy.link_queue import LinkQueue
+from pdd.policy.link_schedule import Priority
 from pdd.policy.local import LocalQuota
 from pdd.policy.pipeline import Pipeline, PipelineDecision, PipelineSnapshot, choose_pipeline
-from pdd.sim.cache import Prompt
+from pdd.sim.goodput import SeenRate
 from pdd.sim.handoff import Handoff
 from pdd.sim.link import Transfer, make_link
 from pdd.sim.prefill import PrefillJob
+from pdd.sim.request import Outcome, Request
 from pdd.sim.server import Host, Later, Steps, begin, either
 from pdd.sim.spec import SystemSpec
 from pdd.sim.workers import Fleet, Worker, num_running
 
 
-class Request(NamedTuple):
-    """``hits``: (prefill, main) tokens, where the workload states them instead of the caches · ``answer``: what the prompt with its answer
-    is called in caches, None: nobody comes back to it.
-    """
-
-    tenant: str
-    prompt: Prompt
-    output_tokens: int
-    max_tokens: int
-    hits: tuple[int, int] | None = None
-    answer: Prompt | None = None
-
-
-class Outcome(NamedTuple):
-    """Seconds from arrival. ``largest_gap_s``: between tokens, at the handoff or a decode step."""
-
-    request: Request
-    decision: PipelineDecision
-    handoff: str | None
-    ttft_s: float
-    e2e_s: float
-    largest_gap_s: float
-    relay_tokens: int
-    main_tokens: int
-    prefill_hit: int
-    main_hit: int
-    kv_bytes: float
-
-
 @dataclass(eq=False, slots=True)
 class _Run:
-    """What a request holds while it runs."""
+    """What a request holds while it runs. ``ordered_s``: when its KV for main was."""
 
     request: Request
     arrived_s: float
@@ -68,7 +41,7 @@ class _Run:
     arrival: Later
     at_main: bool = True
     job: PrefillJob | None = None
-    began_s: float | None = None
+    ordered_s: float | None = None
     pushes: bool = False
     transfer: Transfer | None = None
     kv_bytes: float = 0.0
@@ -91,10 +64,12 @@ class System:
         self.relay = None if spec.relay is None else Fleet(env, "relay", spec.relay, host, spec.jitter)
         self.link = make_link(env, spec.link)
         self._goodput_bytes_s = (spec.link.flow_bytes_s or spec.link.rate_bytes_s) / spec.link.coded_share  # of one transfer alone
+        self._traffic = LinkQueue(spec.link.schedule)  # as a coordinator tells what is under way
+        self._seen = SeenRate(lambda: env.now, lambda: self.link.busy, spec.link.rtt_s + spec.overheads.link_s)
+        self.link.on_busy = self._link_changed
         self._num_pushes = 0
         if host is not None:
             host.watch("link", lambda: self.link.busy)
-            self.link.on_busy = host.look
             host.watch("push", lambda: self._num_pushes > 0)
             host.watch("far", lambda: spec.link.rtt_s > 0 and any(worker.engine.num_jobs for worker in self.main.workers))
         policy = spec.policy
@@ -117,6 +92,11 @@ class System:
         if self.relay is None:
             return 0.0
         return num_running(self.relay.workers) / sum(worker.spec.max_rows for worker in self.relay.workers)
+
+    def _link_changed(self) -> None:
+        self._seen.look()
+        if self._host is not None:
+            self._host.look()
 
     def submit(self, request: Request, ended: Callable[[Outcome], None]) -> None:
         begin(self._life(request, ended))
@@ -154,7 +134,7 @@ class System:
         if decision.pipeline == "local" or (decision.pipeline == "relay" and self.spec.rule == "relay_to_end"):
             self._leave_main(run)
         else:
-            self._send_to_main(run)
+            self._send_to_main(run, decision.push_priority)
         if run.relay is None:
             yield from self._direct(run, decision, ended)
         else:
@@ -176,16 +156,19 @@ class System:
         need = run.tokens
         miss = need - run.prefill_hit
         blind = self.spec.rule == "relay_to_end"  # it looks at the link alone
+        link, main_miss = self._link_snapshot(), need - run.main_hit
+        self._traffic.advance(self.env.now, link.goodput_bytes_s)
         alone_s = prefill.spec.cost.prefill(miss, run.prefill_hit, prefill.spec.step_tokens) / miss if miss else None
         snapshot = PipelineSnapshot(
-            main_miss_tokens=need - run.main_hit,
+            main_miss_tokens=main_miss,
             kv_bytes_per_token=round(self.spec.kv_bytes_per_token),
-            goodput_bytes_s=self._goodput_bytes_s,
+            goodput_bytes_s=self._goodput_bytes_s * self._seen.share,
             rtt_s=self.spec.link.rtt_s,
             relay="none" if relay is None else "full" if self._full(relay) else "available",
             relay_running=0 if relay is None or blind else relay.held,
             relay_capacity=0 if relay is None else relay.spec.max_rows,
-            link=self._link_snapshot(),
+            link=link,
+            ahead_bytes=self._traffic.ahead_bytes(main_miss * self.spec.kv_bytes_per_token, Priority.URGENT),
             prefill_tokens=miss,
             prefill_s_per_token=alone_s if prefill.pace.value is None else prefill.pace.value,
             prefill_step_tokens=prefill.spec.step_tokens,
@@ -203,7 +186,7 @@ class System:
         """As the sending end measures it: what all transfers get together, one more of them included."""
         num = self.link.num_transfers
         return LinkSnapshot(
-            goodput_bytes_s=min(self.link.rate_bytes_s, self._goodput_bytes_s * (num + 1)),
+            goodput_bytes_s=min(self.link.rate_bytes_s, self._goodput_bytes_s * (num + 1)) * self._seen.share,
             round_trip_s=self.spec.link.rtt_s,
             queued_bytes=round(self.link.queued_bytes),
             num_transfers=num,
@@ -216,7 +199,6 @@ class System:
             return
         worker, miss, began_s = run.prefill, run.tokens - run.prefill_hit, self.env.now
         worker.held += 1
-        run.began_s = began_s
         run.pushes = run.relay is not None and self._forced != "direct"
         self._num_pushes += run.pushes
 
@@ -241,7 +223,7 @@ class System:
             if self._host is not None:
                 self._host.look()
 
-    def _send_to_main(self, run: _Run) -> None:
+    def _send_to_main(self, run: _Run, priority: Priority) -> None:
         """``run.arrival`` succeeds when what main lacked is at main: what prefill has goes at once, the rest as it is computed."""
         lacks = run.tokens - run.main_hit
         if lacks == 0:
@@ -249,13 +231,16 @@ class System:
             return
         assert run.job is not None
         run.kv_bytes = lacks * self.spec.kv_bytes_per_token
-        run.transfer = self.link.open(run.kv_bytes, lambda: self._sent(run))
+        run.ordered_s = self.env.now
+        run.transfer = self.link.open(run.kv_bytes, lambda: self._sent(run), priority)
+        self._traffic.add(run, run.kv_bytes, priority)
         self._send(run, run.job.behind - run.main_hit)
 
     def _sent(self, run: _Run) -> None:
         overheads = self.spec.overheads
         link_s = overheads.link_busy_s if run.main.engine.num_jobs else overheads.link_s
         run.arrival.succeed_in(self.spec.link.rtt_s / 2 + link_s)
+        self._traffic.remove(run)
 
     def _send(self, run: _Run, tokens: int) -> None:
         """Tokens of the prompt that main lacks and prefill has; none for those that main holds."""
@@ -264,8 +249,9 @@ class System:
 
     def _direct(self, run: _Run, decision: PipelineDecision, ended: Callable[[Outcome], None]) -> Steps:
         yield run.arrival
-        if decision.predicted_kv_s is not None and run.began_s is not None:
-            self._late.observe(self.env.now, self.env.now - run.began_s - decision.predicted_kv_s + decision.late_s)
+        if decision.predicted_kv_s is not None and run.ordered_s is not None:
+            took_s = self.env.now + self.spec.link.rtt_s / 2 - run.ordered_s
+            self._late.observe(self.env.now, took_s - decision.predicted_kv_s + decision.late_s)
         job, first_step_s = run.main.decode(run.request.output_tokens, self._context(run), self.spec.overheads.arrive_steps)
         first_s = self.env.now + first_step_s + self.spec.link.rtt_s / 2 + self.spec.overheads.main_s
         yield job.done
@@ -325,21 +311,28 @@ class System:
         if choose_completion(snapshot, self.spec.policy.background).complete:
             begin(self._complete(run))
         else:
-            if run.transfer is not None:
-                self.link.cancel(run.transfer)
+            self._stop_sending(run)
             self._leave_main(run)
 
     def _complete(self, run: _Run) -> Steps:
         self._background += 1
         self._background_bytes += run.kv_bytes
+        if run.transfer is not None:
+            self.link.put_off(run.transfer)
+            self._traffic.set_priority(run, Priority.BACKGROUND)
         yield either(self.env, run.arrival, self.env.timeout(self.spec.policy.background.deadline_s))
         self._background -= 1
         self._background_bytes -= run.kv_bytes
         if run.arrival.processed:
             run.main.cache.put(run.request.prompt.chain)
-        elif run.transfer is not None:
-            self.link.cancel(run.transfer)
+        else:
+            self._stop_sending(run)
         self._leave_main(run)
+
+    def _stop_sending(self, run: _Run) -> None:
+        if run.transfer is not None:
+            self.link.cancel(run.transfer)
+            self._traffic.remove(run)
 
     # --- ends
 

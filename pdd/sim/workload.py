@@ -13,7 +13,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from pdd.bench.mix import SkewedMix, skewed
 from pdd.sim.cache import Prompt
-from pdd.sim.system import Outcome, Request, System
+from pdd.sim.request import Outcome, Request
+from pdd.sim.system import System
 from pdd.strict_model import StrictModel
 
 Steps = Generator[simpy.Event, object, None]

@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass
 from typing import Final
 
 _WINDOW_S: Final = 0.1
-_MEMORY_S: Final = 2.0
+MEMORY_S: Final = 2.0
 _ROUND_TRIP_WEIGHT: Final = 1 / 8  # as TCP's smoothed round-trip time, RFC 6298
 
 
@@ -84,7 +84,7 @@ class GoodputMeter:
         if self.bytes_per_s is None or self._provisional:
             self.bytes_per_s, self._provisional = bytes_per_s, False
         else:
-            self.bytes_per_s += (bytes_per_s - self.bytes_per_s) * (1 - math.exp(-took_s / _MEMORY_S))
+            self.bytes_per_s += (bytes_per_s - self.bytes_per_s) * (1 - math.exp(-took_s / MEMORY_S))
 
 
 class RoundTrip:

@@ -7,16 +7,21 @@ from typing import Literal
 
 import pytest
 import simpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from pdd.handoff_config import HandoffConfig
+from pdd.policy.handoff import HandoffSnapshot, OverlapRules, Wait, next_action, reader_interval_s
 from pdd.policy_config import PolicyConfig
-from pdd.serving import background, begin_run, handoff_run, pooled_worker, worker_pool
+from pdd.serving import background, begin_run, handoff_run, link_traffic, pooled_worker, worker_pool
 from pdd.sim import handoff as sim_handoff
 from pdd.sim import prefill as sim_prefill
 from pdd.sim import system as sim_system
 from pdd.sim import workers as sim_workers
 from pdd.sim.cache import Prompt
+from pdd.sim.request import Outcome, Request
 from pdd.sim.spec import LinkSpec
-from pdd.sim.system import Outcome, Request, System
+from pdd.sim.system import System
 from pdd.worker import executor
 from tests.support.generation import collect, hashed_token, make_request
 from tests.support.scripted_workers import THREE_WORKERS, Script, serving
@@ -32,6 +37,24 @@ def test_both_call_the_same_policies() -> None:
     assert sim_system.choose_completion is background.choose_completion
     assert sim_workers.choose_worker in (getattr(worker_pool, "choose_worker", None), getattr(pooled_worker, "choose_worker", None))
     assert sim_prefill.plan_step is executor.plan_step
+    assert sim_system.LinkQueue is link_traffic.LinkQueue
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.floats(0.01, 0.1), st.floats(0.01, 0.1), st.floats(0.0, 0.6), st.floats(0.0, 0.6))
+def test_an_overlap_is_as_long_as_the_live_one(itl_s: float, main_itl_s: float, late_s: float, laid_by_s: float) -> None:
+    """Token by token: each that the relay adds goes to the reader an interval after the one before, ``itl_s`` after which it came."""
+    rules, steady_s = HandoffConfig(), max(itl_s, main_itl_s)
+    interval_s = reader_interval_s(rules.pace, itl_s, steady_s)
+    cover_s, tokens = min(laid_by_s, late_s, rules.max_cover_s), 0
+    while True:
+        tokens += 1
+        snapshot = HandoffSnapshot(
+            9, 9, False, True, False, False, None, tokens, late_s, None, cover_s + tokens * (interval_s - itl_s), itl_s, steady_s
+        )
+        if next_action("overlap", 64, OverlapRules(rules.max_tokens, rules.max_gap_s, rules.pace), snapshot) != Wait():
+            break
+    assert sim_handoff.covering_s(rules, itl_s, steady_s, late_s, laid_by_s) == pytest.approx(tokens * itl_s)
 
 
 def _simulated(kv_bytes: int, hit: int, relay: bool, policy: PolicyConfig) -> tuple[str, str]:

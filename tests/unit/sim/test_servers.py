@@ -9,7 +9,9 @@ import simpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdd.policy.link_schedule import Priority
 from pdd.sim.cache import PrefixCache
+from pdd.sim.goodput import SeenRate
 from pdd.sim.link import FairLink, ShortestLink
 from pdd.sim.server import Host, SharedServer
 from pdd.sim.spec import HostSpec
@@ -216,3 +218,37 @@ def test_a_part_that_grows_is_hit_as_far_as_it_was_put() -> None:
     assert cache.hit_tokens((("s", 20), ("a", 5))) == 10
     cache.put((("s", 10), ("a", 9)))
     assert cache.num_tokens == 19
+
+
+def test_whoever_is_waited_for_goes_first_and_what_nobody_waits_for_last() -> None:
+    env = simpy.Environment()
+    link = ShortestLink(env, 2.0, None)
+    ended: dict[str, float] = {}
+
+    def told(name: str) -> None:
+        ended[name] = env.now
+
+    wanted = {"normal": (2.0, Priority.NORMAL), "urgent": (8.0, Priority.URGENT), "put off": (1.0, Priority.URGENT)}
+    opened = {name: link.open(work, lambda name=name: told(name), priority) for name, (work, priority) in wanted.items()}
+    for name, transfer in opened.items():
+        link.feed(transfer, wanted[name][0])
+    link.put_off(opened["put off"])
+    env.run()
+    assert ended == pytest.approx({"urgent": 4.0, "normal": 5.0, "put off": 5.5})
+    link.put_off(opened["urgent"])  # no effect on one that is over
+
+
+def test_a_sender_sees_less_of_the_rate_the_shorter_its_transfers_are() -> None:
+    """0.3 s of it, then half a second of nothing; or the next right after, which goes while the last is acknowledged."""
+    for pause_s, share in ((0.5, 0.3 / 0.4), (0.0, 1.0)):
+        env = simpy.Environment()
+        link = ShortestLink(env, 10.0, None)
+        seen = SeenRate(lambda env=env: env.now, lambda link=link: link.busy, 0.1)
+        link.on_busy = seen.look
+        assert seen.share == 1.0
+        for _ in range(20):
+            link.feed(link.open(3.0, env.event().succeed), 3.0)
+            env.run(env.now + 0.3 + pause_s)
+        link.feed(link.open(3.0, env.event().succeed), 3.0)
+        env.run()
+        assert seen.share == pytest.approx(share, abs=0.04)
