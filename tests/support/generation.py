@@ -10,7 +10,7 @@ from pdd.serving.coordinator import Coordinator
 from pdd.serving.request import Delta, GenerationRequest, Override, Timeline
 from pddbridge.sampling_params import FinishReason, SamplingParams, TokenRecord
 from pddbridge.stops import finish_reason
-from tests.support.scripted_workers import TokenFunction, record
+from tests.support.worker_script import TokenFunction, record
 
 EOS = 2
 

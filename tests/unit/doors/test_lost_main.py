@@ -18,7 +18,8 @@ from pdd.serving.text.model import TextModel
 from pddbridge.rpc.gen import common_pb2, inference_pb2, inference_pb2_grpc
 from tests.support.doors import Doors, open_doors
 from tests.support.scripted_coordinator import ScriptedCoordinator, letter_id
-from tests.support.scripted_workers import Cluster, Script, serving
+from tests.support.scripted_workers import Cluster, serving
+from tests.support.worker_script import Script
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -11,7 +11,8 @@ from pdd.serving.coordinator import Coordinator
 from pddbridge.rpc.gen import worker_pb2 as pb
 from tests.support.counters import counted
 from tests.support.generation import Outcome, collect, expected, hashed_token, make_request, params
-from tests.support.scripted_workers import Script, opened, serving
+from tests.support.scripted_workers import serving
+from tests.support.worker_script import Script, opened
 
 FAST: dict[str, object] = {"min_tokens": 10, "deadline_s": 5.0}
 

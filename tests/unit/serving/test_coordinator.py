@@ -10,8 +10,9 @@ import pytest
 from pdd.errors import Code, PddError
 from pdd.serving.text.model import TextModel
 from tests.support.generation import EOS, Outcome, collect, expected, hashed_token, make_request, params
-from tests.support.scripted_workers import KV_BYTES_PER_TOKEN, Script, opened, serving
+from tests.support.scripted_workers import serving
 from tests.support.tiny_models import make_tiny_llama
+from tests.support.worker_script import KV_BYTES_PER_TOKEN, Script, opened
 
 HANDOFFS = (0, 1, 2, 15, 16, 17)
 MODES = ("one_shot", "catch_up")

@@ -10,7 +10,8 @@ import pytest
 from pdd.errors import Code, PddError
 from pdd.serving.coordinator import Coordinator
 from tests.support.generation import collect, hashed_token, make_request, params
-from tests.support.scripted_workers import Cluster, Script, opened, serving
+from tests.support.scripted_workers import Cluster, serving
+from tests.support.worker_script import Script, opened
 
 # state: (scripts, override, when the state is reached)
 Reached = Callable[[Cluster, int], bool]

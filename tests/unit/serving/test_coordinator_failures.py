@@ -11,7 +11,8 @@ from pdd.errors import Code, PddError
 from pdd.serving.coordinator import Coordinator
 from pdd.serving.request import Delta, GenerationRequest
 from tests.support.generation import Outcome, collect, expected, hashed_token, make_request, params
-from tests.support.scripted_workers import Script, opened, serving
+from tests.support.scripted_workers import serving
+from tests.support.worker_script import Script, opened
 
 
 def fallbacks(coordinator: Coordinator) -> dict[str, float]:

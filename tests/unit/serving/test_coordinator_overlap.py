@@ -9,8 +9,9 @@ import pytest
 from pdd.serving.paced_delivery import PacedDelivery
 from pdd.serving.text.model import TextModel
 from tests.support.generation import Outcome, collect, expected, hashed_token, make_request, params
-from tests.support.scripted_workers import Script, opened, serving
+from tests.support.scripted_workers import serving
 from tests.support.tiny_models import make_tiny_llama
+from tests.support.worker_script import Script, opened
 
 NO_PACE = {"handoff": "overlap", "catch_up_chunk": 4, "handoff_rules": {"pace": 1.0, "max_tokens": 8}}
 

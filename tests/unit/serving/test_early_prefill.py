@@ -9,7 +9,8 @@ import pytest
 
 from pdd.serving import reservation
 from tests.support.generation import Outcome, collect, expected, hashed_token, make_request, params
-from tests.support.scripted_workers import Script, opened, serving
+from tests.support.scripted_workers import serving
+from tests.support.worker_script import Script, opened
 
 
 def check_same(outcome: Outcome, request: object) -> None:

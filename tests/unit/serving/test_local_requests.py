@@ -10,7 +10,8 @@ import pytest
 from pddbridge.rpc.gen import worker_pb2 as pb
 from tests.support.counters import counted
 from tests.support.generation import EOS, collect, expected, hashed_token, make_request, params
-from tests.support.scripted_workers import Script, opened, serving
+from tests.support.scripted_workers import serving
+from tests.support.worker_script import Script, opened
 
 # 19 tokens that main lacks are 190 MB, 38 s over the declared 40 Mbit/s: the relay is done long before, however busy the machine.
 KV_BYTES = 10_000_000

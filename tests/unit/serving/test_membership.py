@@ -23,7 +23,8 @@ from pdd.worker.registrar import Registrar
 from pddbridge.rpc.channel import open_channel
 from pddbridge.rpc.gen import registry_pb2, registry_pb2_grpc
 from tests.support.generation import collect, expected, hashed_token, make_request, params
-from tests.support.scripted_workers import Cluster, Script, ScriptedWorker, opened, serving
+from tests.support.scripted_workers import Cluster, ScriptedWorker, serving
+from tests.support.worker_script import Script, opened
 
 ROLES = (("prefill-0", "prefill", "a"), ("main-0", "main", "b"))
 QUICK = {"watch_interval_s": 0.05, "answer_timeout_s": 0.5, "lost_after_s": 2.0, "lease_s": 0.5, "drain_timeout_s": 0.5}

@@ -10,7 +10,8 @@ import pytest
 from pdd.errors import Code, PddError
 from pdd.serving.request import Delta
 from tests.support.generation import Outcome, collect, expected, hashed_token, make_request, params
-from tests.support.scripted_workers import Script, opened, serving
+from tests.support.scripted_workers import serving
+from tests.support.worker_script import Script, opened
 
 
 async def until(reached: Callable[[], bool]) -> None:

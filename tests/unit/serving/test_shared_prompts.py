@@ -12,7 +12,8 @@ from pdd.errors import PddError
 from pdd.serving.coordinator import Coordinator
 from pdd.serving.shared_prompts import PromptShare, SharedPrompts
 from tests.support.generation import Outcome, collect, expected, hashed_token, make_request, params
-from tests.support.scripted_workers import KV_BYTES_PER_TOKEN, Cluster, Script, opened, serving
+from tests.support.scripted_workers import Cluster, serving
+from tests.support.worker_script import KV_BYTES_PER_TOKEN, Script, opened
 
 PROMPT = tuple(range(40, 60))
 KV_TOKENS = len(PROMPT) - 1

@@ -10,7 +10,8 @@ import pytest
 from pdd.errors import Code, PddError
 from pdd.serving.coordinator import Coordinator
 from tests.support.generation import Outcome, collect, expected, hashed_token, make_request, params
-from tests.support.scripted_workers import Script, opened, serving
+from tests.support.scripted_workers import serving
+from tests.support.worker_script import Script, opened
 
 TWO_MAINS = (("prefill-0", "prefill", "a"), ("main-0", "main", "b"), ("main-1", "main", "b"))
 QUICK = {"watch_interval_s": 0.05, "answer_timeout_s": 0.1, "lost_after_s": 0.4, "stuck_after_s": 5.0, "silent_after_s": 30.0}

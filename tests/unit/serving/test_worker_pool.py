@@ -10,7 +10,8 @@ from pdd.errors import Code, PddError
 from pdd.serving.worker_pool import WorkerPool, check_fit
 from pddbridge.rpc.gen import worker_pb2
 from tests.support.generation import hashed_token
-from tests.support.scripted_workers import THREE_WORKERS, Cluster, Script, serving
+from tests.support.scripted_workers import THREE_WORKERS, Cluster, serving
+from tests.support.worker_script import Script
 
 
 async def test_a_foreign_model_is_refused_at_start_with_both_values_named() -> None:

@@ -24,7 +24,8 @@ from pdd.sim.spec import LinkSpec
 from pdd.sim.system import System
 from pdd.worker import executor
 from tests.support.generation import collect, hashed_token, make_request
-from tests.support.scripted_workers import THREE_WORKERS, Script, serving
+from tests.support.scripted_workers import THREE_WORKERS, serving
+from tests.support.worker_script import Script
 from tests.unit.sim.test_simulate import SPEC
 
 PROMPT_TOKENS = 20
