@@ -5,16 +5,16 @@ python benchmarks/links_in_site.py [--json FILE] [--rounds N] [--links tcp,shm,n
 A transfer of 268 MB, in four ways. In the first, what the link itself takes is counted, in the others the seconds from opening the
 transfer until all of it is acknowledged:
 
-*in_place*: blocks that are there, 8 MiB each, 64 MiB at once, in memory that the link lends (``shm``) or in memory of the maker's own
+*in_place*: blocks that are there, of 8 MiB, 64 MiB at once, in memory that the link lends (``shm``) or in memory of the maker's own
 (``tcp``), as workers have them after reading their pages; to a receiver that drops them. The clock stands while blocks are made.
 
 *link*: blocks that are there, in wire order, 4 MiB each and still in the cache, to a receiver that drops them. Shared memory copies them
 into slots: ``shm_copied``.
 
-*made*: a thread makes the blocks, 8 MiB at once, by a plain copy of bytes that are in the cache, in memory that the link lends (``shm``)
+*made*: a thread makes the blocks, 16 MiB at once, by a plain copy of bytes that are in the cache, in memory that the link lends (``shm``)
 or in memory of its own that was there (``tcp``); the receiver drops them.
 
-*pages*: the whole way from one engine's pages to another's, as two workers do it: a thread that reads pages in pieces of 8 MiB into wire
+*pages*: the whole way from one engine's pages to another's, as two workers do it: a thread that reads pages in pieces of 16 MiB into wire
 order, the link, a thread that places what comes into pages of another layout. Over shared memory twice: ``shm`` with blocks made in slots
 that the link lends, ``shm_copied`` with blocks made elsewhere, which it copies.
 
@@ -63,7 +63,7 @@ TOKENS: Final = TokenRange(0, 2048)  # 268 MB
 PAGE_SIZE: Final = 16
 PIECE_TOKENS: Final = 64  # 4 MiB of one plane
 # As a worker reads: see pdd.worker.executor.ExecutorLimits.
-READ_TOKENS: Final = (8 << 20) // SPEC.bytes_per_token
+READ_TOKENS: Final = (16 << 20) // SPEC.bytes_per_token
 WINDOW_BYTES: Final = 64 << 20
 SENDER: Final = Handshake(1, "benchmark", SPEC, 11, "sender")
 WARM_UP_ROUNDS: Final = 1

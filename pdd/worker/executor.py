@@ -45,7 +45,7 @@ class ExecutorLimits:
 
     max_waiting: int = 256
     push_window_bytes: int = 64 * 1024 * 1024
-    push_piece_bytes: int = 8 * 1024 * 1024
+    push_piece_bytes: int = 16 * 1024 * 1024
     max_decode_wait_chunks: int = 1
     host_cache_bytes: int = 0
 

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 _MODULE: Final = "nixl_cu13"
 _POLL_S: Final = 50e-6
-# One frame of 4 MiB within a site: thousands of times what it takes.
+# One frame of 8 MiB within a site: thousands of times what it takes.
 _WRITE_TIMEOUT_S: Final = 5.0
 _MAX_QUARANTINED: Final = 8
 TAG_BYTES: Final = 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from typing import Final
 
@@ -118,7 +118,7 @@ class _NixlCarrier:
             source, destination = self._staging.ctypes.data + offset, self._grant.address + offset
             self._agent.write(source, destination, num_bytes, self._peer, message, self._written)
 
-    def replies(self) -> AsyncIterator[list[bytes]]:
+    def replies(self) -> AsyncGenerator[list[bytes], None]:
         return shm_io.records(self._sock, REPLY_BYTES)
 
     async def close(self) -> None:

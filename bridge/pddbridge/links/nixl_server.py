@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import socket
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncGenerator, Collection
 
 import numpy as np
 
@@ -67,7 +67,7 @@ class _NixlLanding:
         agent.listen(tag, self._announced)
         self._reading = asyncio.create_task(self._read(), name="kv-nixl-notes")
 
-    async def messages(self) -> AsyncIterator[list[bytes]]:
+    async def messages(self) -> AsyncGenerator[list[bytes], None]:
         while True:
             message = await self._queue.get()
             if isinstance(message, Exception):
@@ -88,19 +88,21 @@ class _NixlLanding:
         else:
             self._queue.put_nowait(WireError(WireFault.TRUNCATED, f"a message of {len(message)} bytes, must be {MESSAGE_BYTES}"))
 
+    def _noted(self, message: bytes) -> None:
+        if check_prefix(message, (Kind.STOP, Kind.PING)) is Kind.STOP:
+            self._queue.put_nowait(message)
+            return
+        number, num_slots = decode_note(message[:NOTE_BYTES], (Kind.PING,)).sequence, len(self.memory) // SLOT_BYTES
+        if number > num_slots:
+            raise WireError(WireFault.RANGE, f"{number} frames are said to come, there are {num_slots} slots")
+        self._num_awaited += number
+        self._agent.await_messages(self._tag, number)
+
     async def _read(self) -> None:
         try:
-            async for messages in shm_io.records(self._sock, MESSAGE_BYTES):
-                for message in messages:
-                    if check_prefix(message, (Kind.STOP, Kind.PING)) is Kind.STOP:
-                        self._queue.put_nowait(message)
-                    else:
-                        number = decode_note(message[:NOTE_BYTES], (Kind.PING,)).sequence
-                        if number > len(self.memory) // SLOT_BYTES:
-                            raise WireError(
-                                WireFault.RANGE, f"{number} frames are said to come, there are {len(self.memory) // SLOT_BYTES} slots"
-                            )
-                        self._num_awaited += number
-                        self._agent.await_messages(self._tag, number)
+            async with contextlib.aclosing(shm_io.records(self._sock, MESSAGE_BYTES)) as batches:
+                async for messages in batches:
+                    for message in messages:
+                        self._noted(message)
         except (WireError, OSError) as error:
             self._queue.put_nowait(error)

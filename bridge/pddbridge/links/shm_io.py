@@ -12,7 +12,7 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Final
 
 from pddbridge.kv_handshake import HANDSHAKE_HEADER_BYTES, decode_body, decode_message_header
@@ -109,22 +109,72 @@ async def receive_hello(sock: socket.socket) -> tuple[dict[str, str], int]:
     return body, fds[0]
 
 
-async def records(sock: socket.socket, size: int) -> AsyncIterator[list[bytes]]:
-    """Messages of ``size`` bytes, as many at once as are there, for ever. Raises ConnectionClosedError or OSError."""
-    loop = asyncio.get_running_loop()
-    buffer = bytearray(_READ_AHEAD * size)
-    view, filled = memoryview(buffer), 0
-    while True:
-        count = await loop.sock_recv_into(sock, view[filled:])
-        if count == 0:
-            raise ConnectionClosedError(clean=filled == 0)
-        filled += count
-        whole = filled - filled % size
-        if whole:
-            taken = [bytes(view[start : start + size]) for start in range(0, whole, size)]
-            view[: filled - whole] = bytes(view[whole:filled])
-            filled -= whole
-            yield taken
+async def records(sock: socket.socket, size: int) -> AsyncGenerator[list[bytes], None]:
+    """Messages of ``size`` bytes, as many at once as are there, for ever. Raises ConnectionClosedError or OSError. To be closed by whoever
+    leaves off before that: ``sock`` is watched until then.
+    """
+    inbox = _Inbox(sock, size)
+    try:
+        while True:
+            yield await inbox.take()
+    finally:
+        inbox.ignore()
+
+
+class _Inbox:
+    """Reads a socket as soon as something comes, up to so many messages ahead. The loop is told once that the socket is of interest: with
+    its own functions, which are told every time and try to read in vain before, to be awakened costs twice as much.
+    """
+
+    def __init__(self, sock: socket.socket, size: int) -> None:
+        self._sock = sock
+        self._size = size
+        self._loop = asyncio.get_running_loop()
+        self._view, self._filled = memoryview(bytearray(_READ_AHEAD * size)), 0
+        self._closed = False
+        self._error: OSError | None = None
+        self._watched = False
+        self._came = asyncio.Event()
+
+    async def take(self) -> list[bytes]:
+        """At least one."""
+        while self._filled < self._size:
+            if self._error is not None:
+                raise self._error
+            if self._closed:
+                raise ConnectionClosedError(clean=self._filled == 0)
+            self._watch()
+            self._came.clear()
+            await self._came.wait()
+        whole = self._filled - self._filled % self._size
+        taken = [bytes(self._view[start : start + self._size]) for start in range(0, whole, self._size)]
+        self._view[: self._filled - whole] = bytes(self._view[whole : self._filled])
+        self._filled -= whole
+        return taken
+
+    def ignore(self) -> None:
+        """Nobody waits on the descriptor any more."""
+        if self._watched:
+            self._watched = False
+            self._loop.remove_reader(self._sock)
+
+    def _watch(self) -> None:
+        if not self._watched:
+            self._watched = True
+            self._loop.add_reader(self._sock, self._read)
+
+    def _read(self) -> None:
+        try:
+            count = self._sock.recv_into(self._view[self._filled :])
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self._error, count = error, 0
+        self._filled += count
+        self._closed = count == 0
+        if self._closed or self._filled == len(self._view):
+            self.ignore()
+        self._came.set()
 
 
 async def _receive_with_fds(sock: socket.socket, size: int) -> tuple[bytes, list[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from pddbridge.kv_handshake import Handshake, check_welcome, hello, parse_refuse
 from pddbridge.kv_notes import Note
@@ -92,7 +92,7 @@ class _ShmCarrier:
         messages += [announce(frame.header, self._offset(frame)) for frame in frames]
         await tcp_io.send(self._sock, b"".join(messages), memoryview(b""))
 
-    def replies(self) -> AsyncIterator[list[bytes]]:
+    def replies(self) -> AsyncGenerator[list[bytes], None]:
         return shm_io.records(self._sock, REPLY_BYTES)
 
     async def close(self) -> None:

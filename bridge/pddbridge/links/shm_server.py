@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +22,7 @@ class _Mapped:
     memory: np.ndarray
     sock: socket.socket
 
-    def messages(self) -> AsyncIterator[list[bytes]]:
+    def messages(self) -> AsyncGenerator[list[bytes], None]:
         return shm_io.records(self.sock, MESSAGE_BYTES)
 
     async def close(self) -> None:

@@ -8,9 +8,10 @@ was lent to whoever made the block, when nobody refers to the block any more eit
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -38,8 +39,8 @@ _FAREWELL_S: Final = 0.5
 
 @dataclass(frozen=True)
 class SlotSettings:
-    """``num_slots``: frames under way to one receiver that were copied, 4 MiB of memory each: the sender's credit. ``num_loans``: of two
-    more slots each, in which blocks may be made, where the link has shared memory; like the others they take memory once they are used.
+    """``num_slots``: frames under way to one receiver that were copied, up to 8 MiB of memory each: the sender's credit. ``num_loans``: of
+    two more slots each, in which blocks may be made, where the link has shared memory; like the others they take memory once they are used.
     ``max_attempts``: times a frame is sent, and failures in a row without progress, before transfers fail. A connection within a site
     breaks when a process ends, hardly otherwise, so few and quick ones do. ``stall_timeout_s`` as :class:`OutgoingTransfer` says.
     ``connect_timeout_s`` covers the handshake.
@@ -95,8 +96,8 @@ class Carrier(Protocol):
     async def send(self, notes: list[Note], frames: list[SlottedFrame]) -> None:
         """Raises OSError when the connection is broken."""
 
-    def replies(self) -> AsyncIterator[list[bytes]]:
-        """REPLY_BYTES each. Raises OSError when the connection is broken."""
+    def replies(self) -> AsyncGenerator[list[bytes], None]:
+        """REPLY_BYTES each. Raises OSError when the connection is broken. Closed before ``close``."""
 
     async def close(self) -> None: ...
 
@@ -354,10 +355,11 @@ class _Connection:
             yield SlottedFrame(slot, encode_frame_header(frame.header), payload)
 
     async def _read(self) -> None:
-        async for replies in self._carrier.replies():
-            self._progressed = True
-            for reply in replies:
-                self._answered(decode_reply(reply))
+        async with contextlib.aclosing(self._carrier.replies()) as batches:
+            async for replies in batches:
+                self._progressed = True
+                for reply in replies:
+                    self._answered(decode_reply(reply))
 
     def _answered(self, reply: Reply) -> None:
         found = self._in_flight.pop((reply.transfer_id, reply.sequence), None)

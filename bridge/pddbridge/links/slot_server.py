@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncGenerator, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -51,8 +51,8 @@ class Landing(Protocol):
     def memory(self) -> np.ndarray:
         """What the sender writes: uint8."""
 
-    def messages(self) -> AsyncIterator[list[bytes]]:
-        """MESSAGE_BYTES each: frames and STOP notes. Raises WireError or OSError."""
+    def messages(self) -> AsyncGenerator[list[bytes], None]:
+        """MESSAGE_BYTES each: frames and STOP notes. Raises WireError or OSError. Closed before ``close``."""
 
     async def close(self) -> None: ...
 
@@ -113,17 +113,21 @@ class SlotServer(ABC):
             await asyncio.shield(asyncio.create_task(_end(sock, replies, landing)))
 
     async def _receive_frames(self, landing: Landing, replies: Replies) -> None:
-        async for messages in landing.messages():
-            for message in messages:
-                if check_prefix(message, (Kind.FRAME, Kind.STOP)) is Kind.STOP:
-                    note = decode_note(message[:NOTE_BYTES], (Kind.STOP,))
-                    self._incoming.stopped(note.transfer_id, note.epoch, StopReason(note.value).name.lower())
-                    continue
-                await replies.room(self._max_placing)
-                replies.num_owed += 1
-                self._incoming.receive(*self._read(message, landing.memory), replies.put)
-            # What is there already is read without yielding: let others have the loop.
-            await asyncio.sleep(0)
+        async with contextlib.aclosing(landing.messages()) as batches:
+            async for messages in batches:
+                for message in messages:
+                    await self._receive(message, landing.memory, replies)
+                # What is there already is taken without yielding: let others have the loop.
+                await asyncio.sleep(0)
+
+    async def _receive(self, message: bytes, memory: np.ndarray, replies: Replies) -> None:
+        if check_prefix(message, (Kind.FRAME, Kind.STOP)) is Kind.STOP:
+            note = decode_note(message[:NOTE_BYTES], (Kind.STOP,))
+            self._incoming.stopped(note.transfer_id, note.epoch, StopReason(note.value).name.lower())
+            return
+        await replies.room(self._max_placing)
+        replies.num_owed += 1
+        self._incoming.receive(*self._read(message, memory), replies.put)
 
     def _read(self, message: bytes, memory: np.ndarray) -> tuple[FrameHeader, KVBlock]:
         """A checked frame. Raises WireError."""

@@ -8,8 +8,8 @@ from typing import Final
 from pddbridge.kv_notes import NOTE_BYTES, Note, encode_note
 from pddbridge.kv_wire import FRAME_HEADER_BYTES
 
-# Larger than a frame on a wire: what a frame costs beside its copy is worth a quarter of a mebibyte's copying.
-SLOT_BYTES: Final = 4 << 20
+# Larger than a frame on a wire: what a frame costs beside its copy, at both ends, is worth a mebibyte's copying and more.
+SLOT_BYTES: Final = 8 << 20
 MAX_SLOTS: Final = 64
 # What is lent at once, for all planes of a read: K and V then fill a frame each, and half as many frames cost half as much.
 SLOTS_OF_A_LOAN: Final = 2

@@ -93,7 +93,7 @@ async def test_large_blocks_fill_whole_slots() -> None:
         for block in blocks_of(spec, planes, tokens):
             transfer.push(block)
         report = await transfer.done()
-    assert len(seen) == report.num_frames > 8
+    assert len(seen) == report.num_frames == 8  # of each layer and plane a whole slot, and what is left
     assert all(seen)
     await shm.close()
     await server.close()
