@@ -22,6 +22,8 @@ from pdd.serving.timeline import TimelineRecorder
 SEAL_TIMEOUT_S = 5.0
 # Fewer gaps than this between a request's own relayed tokens say less than those of earlier requests.
 _OWN_GAPS = 4
+# What a main that nothing is known of was late by, a time or two, may have been luck: by so much more it is taken to be usually.
+_UNKNOWN = 1.5
 
 
 class HandoffRun:
@@ -269,6 +271,9 @@ class HandoffRun:
 
     def _snapshot(self, relay_proposes: bool, log_tokens: int) -> HandoffSnapshot:
         race, usual_s = self._race, self._usual_delay_s()
+        delay_s = None if race is None else race.delay_s(self._clock(), is_known=usual_s is not None)
+        if usual_s is None and delay_s is not None:
+            usual_s = _UNKNOWN * delay_s
         return HandoffSnapshot(
             log_tokens=log_tokens,
             sent_tokens=self._sent,
@@ -278,7 +283,7 @@ class HandoffRun:
             relay_stops_by_itself=self.relay_limit is not None,
             behind_before=self._behind_before,
             overlap_tokens=None if race is None else race.num_relayed,
-            main_delay_s=None if race is None else race.delay_s(self._clock(), is_known=usual_s is not None),
+            main_delay_s=delay_s,
             usual_delay_s=usual_s,
             cover_s=self._delivery.cover_s,
             relay_itl_s=self._relay_itl_s(),

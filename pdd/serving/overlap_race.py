@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 # So many of main's latest delays count, the worst of them.
 _LATEST = 3
-# Of a main that nothing is known of, three may have been lucky.
-_ENOUGH = 4
+# Of a main that nothing is known of, one may have been lucky.
+_ENOUGH = 2
 
 
 class OverlapRace:
@@ -63,7 +63,7 @@ class OverlapRace:
 
     def delay_s(self, now_s: float, is_known: bool) -> float | None:
         """From the acceptance of a token to main's proposal of the next: the worst of late. A main that has fallen silent is at least as
-        late as that lasts. None before there are four; where main ``is_known``, before there is one.
+        late as that lasts. None before there are two; where main ``is_known``, before there is one.
         """
         if len(self.delays_s) < (1 if is_known else _ENOUGH):
             return None

@@ -154,11 +154,13 @@ def test_no_gap_shows_however_fast_main_is(relay_itl_s: float, main_itl_s: float
 
 
 def test_a_relay_is_let_go_as_soon_as_main_s_delay_is_covered() -> None:
-    """50 ms away and as slow as the relay, main is about 120 ms late; each held token covers 5 ms."""
+    """50 ms away and as slow as the relay, main is about 120 ms late; each held token covers 5 ms, and half as much again is to be covered
+    of a main that nothing is known of.
+    """
     race = Race(frozenset(), max_tokens=160)
     run_timed(race, 0.02, 0.02, 0.05, kv_at_s=0.31)
     assert race.metrics.registry.get_sample_value("pdd:handoff_overlap_total", {"end": "covered"}) == 1
-    assert race.origins.count("relay") - 15 <= 30
+    assert 24 <= race.origins.count("relay") - 15 <= 45
 
 
 def test_without_pacing_a_main_as_slow_as_the_relay_leaves_a_gap_and_is_counted() -> None:
@@ -285,7 +287,7 @@ def test_delay_is_the_worst_of_the_latest_and_grows_in_silence() -> None:
     log = list(range(100, 115))
     for number, (position, at) in enumerate(((10, 5.9), (11, 5.8), (12, 5.5), (13, 5.5), (14, 5.6))):
         assert (race.delay_s(at, is_known=True) is None) == (number < 2)
-        assert race.delay_s(at, is_known=False) is None
+        assert (race.delay_s(at, is_known=False) is None) == (number < 3)
         race.counts(position, 100 + position, log, at)
     # since 5.1, 5.2, 5.3 and 5.4, and the first of the four does not count any more; what it took to read the log never did
     assert race.delay_s(5.6, is_known=False) == pytest.approx(0.3)
