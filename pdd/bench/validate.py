@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from statistics import median
 from typing import Annotated
@@ -59,23 +59,20 @@ class Live:
     yardsticks: tuple[Measured, ...] = ()
     requests: Mapping[Mode, Sequence[RequestRow]] = field(default_factory=dict)
 
-    def around(self, mode: Mode) -> Measured:
-        """The yardsticks before and after ``mode``, as one."""
-        if not self.yardsticks:
-            return Measured()
-        at = MODES.index(mode)
-        before, after = self.yardsticks[at : at + 2]
-        return Measured(**{name: getattr(before, name) + getattr(after, name) for name in asdict(before)})
+    @property
+    def yardstick(self) -> Measured:
+        """All of them as one."""
+        return Measured(**{one.name: [run for found in self.yardsticks for run in getattr(found, one.name)] for one in fields(Measured)})
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One scenario, per mode. ``paces``: of roles, by mode."""
+    """One scenario, per mode. ``paces``: of roles."""
 
     scenario: Scenario
     simulated: Mapping[Mode, Figures]
     live: Live
-    paces: Mapping[Mode, Mapping[str, Pace]] = field(default_factory=dict)
+    paces: Mapping[str, Pace] = field(default_factory=dict)
 
     @property
     def errors(self) -> list[Error]:
@@ -109,10 +106,9 @@ def measure(config: LaunchConfig, scenario: Scenario, cache_dir: Path, console: 
 
 
 def compare(spec: SystemSpec, scenario: Scenario, live: Live) -> Compared:
-    """Each mode simulated at the pace that yardsticks around it tell."""
-    found = {mode: paces(spec, live.around(mode)) for mode in MODES}
-    simulated = {mode: _typical(_subjects(at_pace(spec, found[mode]), scenario)[mode], scenario) for mode in MODES}
-    return Compared(scenario, simulated, live, found)
+    """Simulated at the pace that yardsticks before, between and after the modes tell."""
+    found = paces(spec, live.yardstick)
+    return Compared(scenario, predict(at_pace(spec, found), scenario), live, found)
 
 
 def predict(spec: SystemSpec, scenario: Scenario) -> dict[Mode, Figures]:
@@ -149,7 +145,7 @@ def save(compared: Sequence[Compared], path: Path) -> None:
             "simulated": {mode: {k: round(v, 4) for k, v in asdict(figures).items()} for mode, figures in one.simulated.items()},
             "off": {mode: {error.figure: round(error.off, 4) for error in one.errors if error.mode == mode} for mode in one.simulated},
             "within_limits": {mode: all(error.within for error in one.errors if error.mode == mode) for mode in one.simulated},
-            "paces": {mode: {role: asdict(pace) for role, pace in found.items()} for mode, found in one.paces.items()},
+            "paces": {role: _pace(found) for role, found in one.paces.items()},
             "yardsticks": [{name: runs for name, runs in asdict(found).items() if runs} for found in one.live.yardsticks],
         }
         for one in compared
@@ -165,6 +161,11 @@ def save_requests(compared: Sequence[Compared], path: Path) -> None:
             for mode, rows in one.live.requests.items():
                 for row in rows:
                     file.write(json.dumps({"scenario": one.scenario.name, "mode": mode, **asdict(row)}) + "\n")
+
+
+def _pace(found: Pace) -> dict[str, float]:
+    beside = {" ".join(sorted(busy)): round(times, 4) for busy, times in found.beside.items()}
+    return {"alone": round(found.alone, 4), **beside}
 
 
 def load_measured(path: Path) -> list[tuple[Scenario, Live]]:

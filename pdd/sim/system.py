@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -47,6 +48,10 @@ class _Run:
     kv_bytes: float = 0.0
 
     @property
+    def pair(self) -> tuple[str, str]:
+        return self.prefill.name, self.main.name
+
+    @property
     def tokens(self) -> int:
         """Of the prompt, whose KV is needed: all but the last, which the decode worker computes."""
         return self.request.prompt.num_tokens - 1
@@ -65,6 +70,7 @@ class System:
         self.link = make_link(env, spec.link)
         self._goodput_bytes_s = (spec.link.flow_bytes_s or spec.link.rate_bytes_s) / spec.link.coded_share  # of one transfer alone
         self._traffic = LinkQueue(spec.link.schedule)  # as a coordinator tells what is under way
+        self._under_way: Counter[tuple[str, str]] = Counter()  # transfers, by prefill and main
         self._seen = SeenRate(lambda: env.now, lambda: self.link.busy, spec.link.rtt_s + spec.overheads.link_s)
         self.link.on_busy = self._link_changed
         self._num_pushes = 0
@@ -156,7 +162,7 @@ class System:
         need = run.tokens
         miss = need - run.prefill_hit
         blind = self.spec.rule == "relay_to_end"  # it looks at the link alone
-        link, main_miss = self._link_snapshot(), need - run.main_hit
+        link, main_miss = self._link_snapshot(self._under_way[run.pair]), need - run.main_hit
         self._traffic.advance(self.env.now, link.goodput_bytes_s)
         alone_s = prefill.spec.cost.prefill(miss, run.prefill_hit, prefill.spec.step_tokens) / miss if miss else None
         snapshot = PipelineSnapshot(
@@ -182,9 +188,8 @@ class System:
         self.hits.observe(self.env.now, need, run.prefill_hit if need > run.main_hit else None, run.main_hit)
         return decision
 
-    def _link_snapshot(self) -> LinkSnapshot:
-        """As the sending end measures it: what all transfers get together, one more of them included."""
-        num = self.link.num_transfers
+    def _link_snapshot(self, num: int) -> LinkSnapshot:
+        """As one sending end measures it towards one receiver: what its ``num`` transfers get together, one more of them included."""
         return LinkSnapshot(
             goodput_bytes_s=min(self.link.rate_bytes_s, self._goodput_bytes_s * (num + 1)) * self._seen.share,
             round_trip_s=self.spec.link.rtt_s,
@@ -234,13 +239,18 @@ class System:
         run.ordered_s = self.env.now
         run.transfer = self.link.open(run.kv_bytes, lambda: self._sent(run), priority)
         self._traffic.add(run, run.kv_bytes, priority)
+        self._under_way[run.pair] += 1
         self._send(run, run.job.behind - run.main_hit)
 
     def _sent(self, run: _Run) -> None:
         overheads = self.spec.overheads
         link_s = overheads.link_busy_s if run.main.engine.num_jobs else overheads.link_s
         run.arrival.succeed_in(self.spec.link.rtt_s / 2 + link_s)
+        self._ends_sending(run)
+
+    def _ends_sending(self, run: _Run) -> None:
         self._traffic.remove(run)
+        self._under_way[run.pair] -= 1
 
     def _send(self, run: _Run, tokens: int) -> None:
         """Tokens of the prompt that main lacks and prefill has; none for those that main holds."""
@@ -303,7 +313,7 @@ class System:
             gap=self.hits.rates(self.env.now).gap,
             num_running=self._background,
             running_bytes=round(self._background_bytes),
-            link=self._link_snapshot(),
+            link=self._link_snapshot(self.link.num_transfers),
             main_running=run.main.engine.num_jobs,
             main_capacity=run.main.spec.max_rows,
             begun=run.transfer is not None,
@@ -330,9 +340,9 @@ class System:
         self._leave_main(run)
 
     def _stop_sending(self, run: _Run) -> None:
-        if run.transfer is not None:
+        if run.transfer is not None and run.transfer.active:
             self.link.cancel(run.transfer)
-            self._traffic.remove(run)
+            self._ends_sending(run)
 
     # --- ends
 
