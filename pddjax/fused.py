@@ -97,10 +97,12 @@ class FusedFunctions:
 def _packed(layer: Layer) -> tuple[np.ndarray, ...]:
     """In the order of :class:`LayerWeights`."""
     attention, mlp = layer.attention, layer.mlp
+    turned, normed = attention.num_heads + attention.num_kv_heads, attention.q_norm is not None
+    pair = partial(native.pair_halves, num_heads=turned, dim=attention.head_dim, normed=normed)
     return (
         _norm(layer.attention_norm),
-        native.pack(_values(attention.qkv.weight)),
-        native.pack_bias(_bias(attention.qkv)),
+        native.pack(pair(_values(attention.qkv.weight))),
+        native.pack_bias(pair(_bias(attention.qkv))),
         _norm(attention.q_norm),
         _norm(attention.k_norm),
         native.pack(_values(attention.out.weight)),

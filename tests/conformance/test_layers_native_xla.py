@@ -51,6 +51,8 @@ CASES = {
     "one token": Case(BatchSpec((RowSpec(0, 1),), num_kv_heads=3, group=1, dim=80, page_size=3), hidden=1, inner=1, bias=True),
     # So many that each thread takes all weights for its own tokens.
     "long": Case(BatchSpec((RowSpec(70, 290), RowSpec(3, 77)), num_kv_heads=1, group=3, dim=32, page_size=16), hidden=96, inner=48),
+    # Turned as they leave the product, past one pair of halves, with a bias and without.
+    "paired": Case(BatchSpec((RowSpec(3, 29), RowSpec(5, 1)), 2, 2, dim=96, page_size=5, window=9), hidden=31, inner=16, bias=True),
     "few": Case(BatchSpec(tuple(RowSpec(7, 1) for _ in range(8)), num_kv_heads=4, group=1, dim=8, page_size=4), hidden=32, inner=16),
 }
 
@@ -102,9 +104,12 @@ def given(case: Case) -> Given:
     return Given(dense, batch, x, (np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)), slots)
 
 
-def packed(dense: dict[str, np.ndarray]) -> LayerWeights:
+def packed(dense: dict[str, np.ndarray], batch: BatchSpec) -> LayerWeights:
     how = {"qkv": layers.pack, "out": layers.pack, "gate_up": layers.pack_gate_up, "down": layers.pack_down}
     how |= {f"{name}_bias": layers.pack_gate_up_bias if name == "gate_up" else layers.pack_bias for name in how}
+    turned, normed = batch.num_kv_heads * (batch.group + 1), bool(dense["q_norm"].size)
+    halves = {name: layers.pair_halves(dense[name], turned, batch.dim, normed=normed) for name in ("qkv", "qkv_bias")}
+    dense = dense | halves
     return LayerWeights(**{name: how.get(name, lambda norm: norm)(values) for name, values in dense.items()})  # type: ignore[arg-type]
 
 
@@ -127,7 +132,7 @@ def run(case: Case, step: Given, kv_dtype: str = "float32", wanted: np.ndarray |
     def call(weights: LayerWeights, x: jax.Array, rows: LayerRows, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
         return layers.layer(weights, x, cos, sin, rows, pages, batch.options, num_heads=heads, eps=EPS, gelu=case.gelu, wanted=wanted)
 
-    found, written = jax.jit(call, donate_argnums=3)(packed(step.dense), x, rows, pages)
+    found, written = jax.jit(call, donate_argnums=3)(packed(step.dense, case.batch), x, rows, pages)
     return np.asarray(found), np.asarray(decode(written, dtype), np.float32)
 
 
@@ -188,25 +193,27 @@ def test_kv_in_bfloat16_is_rounded_to_nearest_even_and_attended_to_as_stored() -
     assert 1e-5 < np.abs(rounded[0][: len(want)] - want).max() < 5e-2
 
 
+@pytest.mark.parametrize("times", [1, 9])
 @pytest.mark.parametrize("name", ["plain", "everything"])
-def test_tokens_that_are_wanted_are_those_of_the_whole_layer(name: str) -> None:
-    """In any order, twice, last of a row or not; columns of nobody are zeros, and KV is stored for all."""
+def test_tokens_that_are_wanted_are_those_of_the_whole_layer(name: str, times: int) -> None:
+    """In any order, often, few or more than there are, last of a row or not; columns of nobody are zeros, and KV is stored for all."""
     case = CASES[name]
     step = given(case)
-    columns = np.array([36, 2**31 - 1, 0, 42, 42, len(step.slots) - 1, len(step.slots)], np.int32)
+    columns = np.array([36, 2**31 - 1, 0, 42, 42, len(step.slots) - 1, len(step.slots)] * times, np.int32)
+    valid = columns < len(step.slots)
     whole, all_pages = run(case, step)
     some, pages = run(case, step, wanted=columns)
-    assert np.abs(some[[0, 2, 3, 4, 5]] - whole[columns[[0, 2, 3, 4, 5]]]).max() < 3e-5
-    assert not some[[1, 6]].any()
+    assert np.abs(some[valid] - whole[columns[valid]]).max() < 3e-5
+    assert not some[~valid].any()
     assert np.array_equal(pages, all_pages, equal_nan=True)
     nothing, pages = run(case, step, wanted=np.full(2, len(step.slots), np.int32))
     assert not nothing.any()
     assert np.array_equal(pages, all_pages, equal_nan=True)
 
 
-def beside(others: int) -> tuple[np.ndarray, np.ndarray]:
+def beside(others: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
     """The result and the KV of a decode row, behind so many others."""
-    case = CASES["few"]
+    case = replace(CASES["few"], batch=replace(CASES["few"].batch, dim=dim))
     rows = tuple(RowSpec(5 + index, 1) for index in range(others))
     with_others = replace(case, batch=replace(case.batch, rows=(RowSpec(300, 1), *rows)))
     step, alone = given(with_others), given(replace(case, batch=replace(case.batch, rows=(RowSpec(300, 1),))))
@@ -220,10 +227,11 @@ def beside(others: int) -> tuple[np.ndarray, np.ndarray]:
     return found[0], pages[step.slots[0] // case.batch.page_size, step.slots[0] % case.batch.page_size]
 
 
+@pytest.mark.parametrize("dim", [8, 32])
 @pytest.mark.parametrize("others", [1, 7, 11, 12, 24, 40])
-def test_a_row_is_the_same_to_the_bit_beside_any_others(others: int) -> None:
-    """Around the twelve tokens of a tile."""
-    for alone, found in zip(beside(0), beside(others), strict=True):
+def test_a_row_is_the_same_to_the_bit_beside_any_others(others: int, dim: int) -> None:
+    """Around the twelve tokens of a tile, with heads that are turned in registers and heads that are not."""
+    for alone, found in zip(beside(0, dim), beside(others, dim), strict=True):
         assert np.array_equal(found, alone)
 
 

@@ -9,26 +9,14 @@
 
 #include "attention.h"
 #include "numbers.h"
+#include "powers.h"
 #include "transpose.h"
 
 namespace pdd {
 
-constexpr int kBlockKeys = 64;
+constexpr int kBlockKeys = 128;
 constexpr int kMostVectors = 6;
 constexpr float kMasked = -1e30f;
-
-// 2^x for x <= 0 to 2 units in the last place (a minimax polynomial for [-1/2, 1/2]); 2^-126 for anything lower. NaN stays NaN.
-inline floats exponential2(floats x) {
-  constexpr float kToInteger = 12582912.0f;  // added to a float it leaves no fraction, and the integer in the lowest bits
-  x = x < -126.0f ? floats{} - 126.0f : x;
-  const floats shifted = x + kToInteger, r = x - (shifted - kToInteger);
-  floats p = r * 1.32764655e-3f + 9.67554128e-3f;
-  p = p * r + 5.55071329e-2f;
-  p = p * r + 2.40221197e-1f;
-  p = p * r + 6.93146967e-1f;
-  p = p * r + 1.00000007f;
-  return (floats)((words)p + ((words)shifted << 23));
-}
 
 // c [rows][width] = c * shrink [width] + sum over k < depth of a[row * row_stride + k * depth_stride] * b[k][width], width = kVectors * 16;
 // without kKeep c was nothing. Eight rows times three vectors at a time: 24 sums in registers for 11 loads.
@@ -78,19 +66,25 @@ struct QueryBlock {
 // Widens keys and values of positions [first, first + count) of the block's row and KV head: [count, dim] each.
 using Widen = void (*)(const void* pages, const QueryBlock& block, const Shape& shape, long first, long count, float* keys, float* values);
 
+// Those of the next block of keys are fetched meanwhile.
 template <class Page>
 void widen_keys(const void* pages, const QueryBlock& block, const Shape& shape, long first, long count, float* keys, float* values) {
-  const long dim = shape.dim, stride = 2 * shape.kv_heads * dim;
+  constexpr long kLineValues = sizeof(floats) / sizeof(Page);
+  const long dim = shape.dim, stride = 2 * shape.kv_heads * dim, end = block.position + block.tokens;
   const auto widen_all = [dim](const Page* from, float* to) {
     long i = 0;
     for (; i + kLanes <= dim; i += kLanes) store(to + i, load(from + i));
     for (; i < dim; ++i) to[i] = widen(from[i]);
   };
+  const auto stored = [&](long position) {
+    const long token = long(block.table[position / shape.page_size]) * shape.page_size + position % shape.page_size;
+    return (const Page*)pages + token * stride + 2 * block.kv_head * dim;
+  };
   for (long at = first; at < first + count;) {
-    const long slot = at % shape.page_size, stop = std::min(first + count, at - slot + shape.page_size);
-    const long first_of_page = long(block.table[at / shape.page_size]) * shape.page_size;
-    const Page* from = (const Page*)pages + (first_of_page + slot) * stride + 2 * block.kv_head * dim;
-    for (; at < stop; ++at, from += stride, keys += dim, values += dim) {
+    const long stop = std::min(first + count, (at / shape.page_size + 1) * shape.page_size);
+    const Page *from = stored(at), *ahead = stored(std::min(at + kBlockKeys, end - 1));
+    for (; at < stop; ++at, from += stride, ahead += stride, keys += dim, values += dim) {
+      for (long i = 0; i < 2 * dim; i += kLineValues) __builtin_prefetch(ahead + i);
       widen_all(from, keys);
       widen_all(from + dim, values);
     }
@@ -152,7 +146,6 @@ void attend_block(const QueryBlock& block, const float* queries, const void* pag
   float *q = aligned, *sums = q + dim * kWidth, *scores = sums + dim * kWidth;  // [dim][width], [dim][width], [keys][width]
   float *keys = scores + kBlockKeys * kWidth, *values = keys + kBlockKeys * dim;       // [keys][dim] each
   // Scores are in units of ln 2, so that their exponentials are powers of two; a cap comes before.
-  constexpr float kLog2E = 1.44269504f;
   const float unit = shape.soft_cap > 0 ? shape.scale : shape.scale * kLog2E;
   alignas(64) float positions[kWidth], maxima[kWidth], totals[kWidth], shrink[kWidth];
   long places[kWidth];  // of the columns, in queries and out

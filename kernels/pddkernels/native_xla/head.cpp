@@ -26,10 +26,11 @@ ffi::Error run(ffi::ThreadPool pool, Floats x, Floats norm, Floats weights, floa
   float* out = logits->typed_data();
   Team team(pool);
   team(tiles.count, [&](long tile) { pack(tiles, tile, x.typed_data(), hidden, norm.typed_data(), eps, packed); });
-  product(team, tiles, packed, hidden, weights.typed_data(), panels, [&](long panel, long tile, const auto& sums) {
+  const auto take = [&](long panel, long tile, const auto& sums) __attribute__((always_inline)) {
     constexpr long kTokens = std::extent_v<std::remove_reference_t<decltype(sums)>>;
     const long first = panel * kPanel, count = std::min(kPanel, vocab - first);
     alignas(64) float values[kTokens][kPanel];
+#pragma GCC unroll 16
     for (long token = 0; token < kTokens; ++token) {
       float* mine = values[token];
       store(mine, sums[token][0]);
@@ -42,7 +43,8 @@ ffi::Error run(ffi::ThreadPool pool, Floats x, Floats norm, Floats weights, floa
     }
     for (long i = 0; i < count; ++i)
       for (long token = 0; token < kTokens; ++token) out[(first + i) * tokens + tiles.first(tile) + token] = values[token][i];
-  });
+  };
+  product(team, tiles, packed, hidden, weights.typed_data(), panels, take);
   for (long token = 0; token < tokens; ++token) {
     Best found = best[token];
     for (long panel = 1; panel < panels; ++panel) found = better(found, best[panel * tokens + token]);

@@ -8,6 +8,7 @@
 #include "ffi.h"
 #include "layer.h"
 #include "panels.h"
+#include "powers.h"
 
 namespace pdd {
 namespace {
@@ -22,41 +23,63 @@ struct Projection {
   long outs() const { return panels * kPanel; }
 };
 
-// out[token] = x times weights, plus the bias, plus onto[token] unless `onto` is null.
-void project(Team& team, const Tiles& tiles, const float* x, const Projection& by, const float* onto, float* out) {
-  product(team, tiles, x, by.in, by.weights, by.panels, [&](long panel, long tile, const auto& sums) {
-    long token = tiles.first(tile);
-    for (const auto& sum : sums) {
-      const long at = token++ * by.outs() + panel * kPanel;
+struct Panels {
+  long first, count;
+};
+
+// Fetches where a result goes and what it is added to: both went out of the caches since, and to wait for them costs up to 5 % of a product.
+inline __attribute__((always_inline)) void fetch(const Tiles& tiles, long tile, long width, long column, const float* onto, const float* out) {
+  for (long token = tiles.first(tile); token < tiles.first(tile) + tiles.size(tile); ++token)
+    for (long half = 0; half < 2; ++half) {
+      const long at = token * width + column + half * kLanes;
+      __builtin_prefetch(out + at, 1);
+      if (onto != nullptr) __builtin_prefetch(onto + at, 0);
+    }
+}
+
+// out[token] = x times the weights of `some` panels, plus the bias, plus onto[token] unless `onto` is null. Outputs of other panels stay.
+void project(Team& team, const Tiles& tiles, const float* x, const Projection& by, Panels some, const float* onto, float* out) {
+  const auto take = [&](long number, long tile, const auto& sums) __attribute__((always_inline)) {
+    const long panel = some.first + number;
+    constexpr int kTokens = std::extent_v<std::remove_reference_t<decltype(sums)>>;
+#pragma GCC unroll 16
+    for (int token = 0; token < kTokens; ++token) {
+      const long at = (tiles.first(tile) + token) * by.outs() + panel * kPanel;
+#pragma GCC unroll 2
       for (int half = 0; half < 2; ++half) {
-        floats values = sum[half];
+        floats values = sums[token][half];
         if (by.bias != nullptr) values += load(by.bias + panel * kPanel + half * kLanes);
         if (onto != nullptr) values += load(onto + at + half * kLanes);
         store(out + at + half * kLanes, values);
       }
     }
-  });
+  };
+  const auto prepare = [&](long number, long tile) __attribute__((always_inline)) {
+    fetch(tiles, tile, by.outs(), (some.first + number) * kPanel, onto, out);
+  };
+  product(team, tiles, x, by.in, by.weights + some.first * by.in * kPanel, some.count, take, prepare);
+}
+
+void project(Team& team, const Tiles& tiles, const float* x, const Projection& by, const float* onto, float* out) {
+  project(team, tiles, x, by, {0, by.panels}, onto, out);
 }
 
 // Sigmoid(g) * g, or GELU in its tanh form, g * sigmoid(2 k): both times up.
 template <bool kGelu>
 floats activate(const floats& gate, const floats& up) {
-  alignas(64) float shares[kLanes];
-  const floats inner = kGelu ? 1.5957691216f * (gate + 0.044715f * gate * gate * gate) : gate;
-  store(shares, -inner);
-  for (float& share : shares) share = exponential(share);
-  return gate / (1.0f + load(shares)) * up;
+  const floats inner = kGelu ? 1.5957691216f * (gate + 0.044715f * gate * gate * gate) : gate, power = inner * -kLog2E;
+  return gate / (1.0f + exponential2(power > 126.0f ? floats{} + 126.0f : power)) * up;
 }
 
 // The gated unit, packed for the next product. A panel holds sixteen gates and the sixteen values that they let through.
 template <bool kGelu>
 void project_gated(Team& team, const Tiles& tiles, const float* x, const Projection& by, float* out) {
   const long width = by.panels * kLanes;
-  product(team, tiles, x, by.in, by.weights, by.panels, [&](long panel, long tile, const auto& sums) {
-    constexpr long kTokens = std::extent_v<std::remove_reference_t<decltype(sums)>>;
+  const auto take = [&](long panel, long tile, const auto& sums) __attribute__((always_inline)) {
+    constexpr int kTokens = std::extent_v<std::remove_reference_t<decltype(sums)>>;
     floats values[kTokens];
 #pragma GCC unroll 16
-    for (long token = 0; token < kTokens; ++token) {
+    for (int token = 0; token < kTokens; ++token) {
       floats gate = sums[token][0], up = sums[token][1];
       if (by.bias != nullptr) {
         gate += load(by.bias + panel * kPanel);
@@ -65,7 +88,8 @@ void project_gated(Team& team, const Tiles& tiles, const float* x, const Project
       values[token] = activate<kGelu>(gate, up);
     }
     store_packed(values, out + tiles.first(tile) * width + panel * kLanes * kTokens);
-  });
+  };
+  product(team, tiles, x, by.in, by.weights, by.panels, take);
 }
 
 struct Norms {
@@ -121,12 +145,17 @@ void narrow_all(const float* from, long count, Page* to) {
   for (; i < count; ++i) to[i] = narrow<Page>(from[i]);
 }
 
-// Queries [heads, dim] and stored KV of one token, of its heads q, k and v.
-template <class Page>
-void place_token(const float* heads, const Shape& shape, const Norms& norms, const float* cos, const float* sin, long slot, long num_slots,
-                 float* queries, Page* pages) {
+// Queries [heads, dim] of one token.
+void turn_queries(const float* from, const Shape& shape, const Norms& norms, const float* cos, const float* sin, float* queries) {
   const long dim = shape.dim;
-  for (long head = 0; head < shape.heads; ++head) rotate(heads + head * dim, norms.q, norms.eps, cos, sin, dim, queries + head * dim);
+  for (long head = 0; head < shape.heads; ++head) rotate(from + head * dim, norms.q, norms.eps, cos, sin, dim, queries + head * dim);
+}
+
+// Stores KV of one token, of its heads q, k and v.
+template <class Page>
+void store_kv(const float* heads, const Shape& shape, const Norms& norms, const float* cos, const float* sin, long slot, long num_slots,
+              Page* pages) {
+  const long dim = shape.dim;
   if (slot < 0 || slot >= num_slots) return;
   float key[kMaxHeadDim];
   for (long head = 0; head < shape.kv_heads; ++head) {
@@ -144,23 +173,102 @@ struct Layer {
   Shape shape;
   long window;
   bool gelu;
+
+  // Whether a panel holds sixteen values of a head's first half and those of its second that they are turned with: layers.py packs q and k so
+  // where no norm comes before.
+  bool paired() const { return shape.dim % kPanel == 0 && norms.q == nullptr && norms.k == nullptr; }
 };
 
 constexpr long kTokensOfPart = 4;
 
-// Attention's queries [tokens, heads, dim], with all KV stored on the way.
+// Tokens' places: angles [tokens, dim / 2], and slots, null where no KV is to be stored.
+struct Places {
+  const float *cos, *sin;
+  const std::int32_t* slots;
+  long num_slots;
+};
+
+// The product with `some` paired panels of q, k and v, turned in registers on the way to `queries` [tokens, heads, dim] and `pages`.
 template <class Page>
-void project_queries(Team& team, const Layer& layer, const Rows& rows, const float* cos, const float* sin, const float* x, Page* pages,
-                     float* packed, float* result, float* queries) {
+void project_paired(Team& team, const Tiles& tiles, const float* x, const Layer& layer, Panels some, const Places& places, float* queries,
+                    Page* pages) {
+  const Shape& shape = layer.shape;
+  const Projection& by = layer.qkv;
+  const long dim = shape.dim, half = dim / 2;
+  const auto take = [&](long number, long tile, const auto& sums) __attribute__((always_inline)) {
+    constexpr int kTokens = std::extent_v<std::remove_reference_t<decltype(sums)>>;
+    const long output = (some.first + number) * kPanel, head = output / dim, within = output % dim, turn = within / 2;
+    const bool is_query = head < shape.heads, is_key = !is_query && head < shape.heads + shape.kv_heads;
+    floats bias[2] = {};
+    if (by.bias != nullptr) bias[0] = load(by.bias + output), bias[1] = load(by.bias + output + kLanes);
+#pragma GCC unroll 16
+    for (int index = 0; index < kTokens; ++index) {
+      const long token = tiles.first(tile) + index;
+      floats first = sums[index][0] + bias[0], second = sums[index][1] + bias[1];
+      if (is_query || is_key) {
+        const floats c = load(places.cos + token * half + turn), s = load(places.sin + token * half + turn), before = first;
+        first = before * c - second * s;
+        second = second * c + before * s;
+      }
+      if (is_query) {
+        float* to = queries + (token * shape.heads + head) * dim + turn;
+        store(to, first);
+        store(to + half, second);
+      } else if (const long slot = places.slots[token]; slot >= 0 && slot < places.num_slots) {
+        const long kv_head = head - shape.heads - (is_key ? 0 : shape.kv_heads);
+        Page* to = pages + (slot * shape.kv_heads + kv_head) * 2 * dim + (is_key ? turn : dim + within);
+        store(to, first);
+        store(to + (is_key ? half : kLanes), second);
+      }
+    }
+  };
+  product(team, tiles, x, by.in, by.weights + some.first * by.in * kPanel, some.count, take);
+}
+
+// Stores all KV, and makes attention's queries [tokens, heads, dim] unless `queries` is null.
+template <class Page>
+void project_rows(Team& team, const Layer& layer, const Rows& rows, const float* cos, const float* sin, const float* x, Page* pages,
+                  float* packed, float* result, float* queries) {
   const Tiles tiles(rows.tokens());
   const long hidden = layer.qkv.in, half = layer.shape.dim / 2;
+  const long unseen = queries == nullptr ? layer.out.in / kPanel : 0;  // panels of queries alone
+  const Panels some{unseen, layer.qkv.panels - unseen};
   team(tiles.count, [&](long tile) { pack(tiles, tile, x, hidden, layer.norms.attention, layer.norms.eps, packed); });
-  project(team, tiles, packed, layer.qkv, nullptr, result);
+  if (layer.paired()) {
+    project_paired(team, tiles, packed, layer, some, {cos, sin, rows.slots, rows.num_slots}, queries, pages);
+    return;
+  }
+  project(team, tiles, packed, layer.qkv, some, nullptr, result);
   team((tiles.tokens + kTokensOfPart - 1) / kTokensOfPart, [&](long part) {
-    for (long token = part * kTokensOfPart; token < std::min(tiles.tokens, (part + 1) * kTokensOfPart); ++token)
-      place_token(result + token * layer.qkv.outs(), layer.shape, layer.norms, cos + token * half, sin + token * half, rows.slots[token],
-                  rows.num_slots, queries + token * layer.out.in, pages);
+    for (long token = part * kTokensOfPart; token < std::min(tiles.tokens, (part + 1) * kTokensOfPart); ++token) {
+      const float *heads = result + token * layer.qkv.outs(), *c = cos + token * half, *s = sin + token * half;
+      if (queries != nullptr) turn_queries(heads, layer.shape, layer.norms, c, s, queries + token * layer.out.in);
+      store_kv(heads, layer.shape, layer.norms, c, s, rows.slots[token], rows.num_slots, pages);
+    }
   });
+}
+
+// Queries of `tokens` alone, whose x are the tiles'.
+template <class Page>
+void project_queries(Team& team, const Layer& layer, const std::vector<long>& tokens, const float* cos, const float* sin, const float* x,
+                     Page* pages, float* packed, float* result, float* queries) {
+  const Tiles tiles(long(tokens.size()));
+  const long hidden = layer.qkv.in, attended = layer.out.in, half = layer.shape.dim / 2;
+  const Panels some{0, (attended + kPanel - 1) / kPanel};
+  std::vector<float> turns(2 * tiles.tokens * half);
+  float *own_cos = turns.data(), *own_sin = own_cos + tiles.tokens * half;
+  for (long i = 0; i < tiles.tokens; ++i) {
+    std::copy(cos + tokens[i] * half, cos + (tokens[i] + 1) * half, own_cos + i * half);
+    std::copy(sin + tokens[i] * half, sin + (tokens[i] + 1) * half, own_sin + i * half);
+  }
+  team(tiles.count, [&](long tile) { pack(tiles, tile, x, hidden, layer.norms.attention, layer.norms.eps, packed); });
+  if (layer.paired()) {
+    project_paired(team, tiles, packed, layer, some, {own_cos, own_sin, nullptr, 0}, queries, pages);
+    return;
+  }
+  project(team, tiles, packed, layer.qkv, some, nullptr, result);
+  for (long i = 0; i < tiles.tokens; ++i)
+    turn_queries(result + i * layer.qkv.outs(), layer.shape, layer.norms, own_cos + i * half, own_sin + i * half, queries + i * attended);
 }
 
 // From attention's result `mixed` [tokens, heads * dim] and x [tokens, hidden], the residual stream, to the layer's result, `out`.
@@ -200,10 +308,13 @@ void run_layer(Team& team, const Layer& layer, const Rows& rows, const float* co
   const long tokens = rows.tokens(), hidden = layer.qkv.in, attended = layer.out.in, inner = layer.down.in;
   const long widest = std::max(hidden, attended), wide = std::max({layer.qkv.outs(), layer.out.outs(), layer.down.outs()});
   const long most = std::max(tokens, wanted == nullptr ? 0 : long(wanted->size()));
-  Scratch scratch(most * (widest + inner + wide + 2 * attended + hidden), 6);
+  Scratch scratch(most * (widest + inner + wide + 3 * attended + hidden), 7);
   float *packed = scratch.take(most * widest), *gated = scratch.take(most * inner), *result = scratch.take(most * wide);
   float *queries = scratch.take(most * attended), *mixed = scratch.take(most * attended);
-  project_queries(team, layer, rows, cos, sin, x, pages, packed, result, queries);
+  // Where most tokens are wanted, queries of all are part of one product.
+  const long count = wanted == nullptr ? tokens : long(wanted->size());
+  const bool all = 2 * count > tokens;
+  project_rows(team, layer, rows, cos, sin, x, pages, packed, result, all ? queries : nullptr);
   if (wanted == nullptr) {
     attend(team, queries, (const Page*)pages, rows.tables, rows.table_width, rows.row_starts, rows.context_lens, rows.count, tokens, nullptr,
            layer.window, shape, mixed);
@@ -211,17 +322,19 @@ void run_layer(Team& team, const Layer& layer, const Rows& rows, const float* co
     return;
   }
   // Each wanted token is a decode row of its own.
-  const long count = long(wanted->size());
-  float* stream = scratch.take(most * hidden);
+  float *stream = scratch.take(most * hidden), *mine = scratch.take(most * attended);
   std::vector<Row> alone;
+  std::vector<long> numbers;
   for (long i = 0; i < count; ++i) {
     const long token = (*wanted)[i].token;
     const long row = std::upper_bound(rows.row_starts, rows.row_starts + rows.count + 1, token) - rows.row_starts - 1;
     alone.push_back({rows.tables + row * rows.table_width, i, rows.context_lens[row] + token - rows.row_starts[row]});
-    std::copy(queries + token * attended, queries + (token + 1) * attended, result + i * attended);
+    numbers.push_back(token);
     std::copy(x + token * hidden, x + (token + 1) * hidden, stream + i * hidden);
+    if (all) std::copy(queries + token * attended, queries + (token + 1) * attended, mine + i * attended);
   }
-  attend_rows(team, alone, result, (const Page*)pages, shape, layer.window, nullptr, mixed);
+  if (!all) project_queries(team, layer, numbers, cos, sin, stream, pages, packed, result, mine);
+  attend_rows(team, alone, mine, (const Page*)pages, shape, layer.window, nullptr, mixed);
   finish(team, layer, count, mixed, stream, packed, gated, result, stream);
   for (long i = 0; i < count; ++i) std::copy(stream + i * hidden, stream + (i + 1) * hidden, out + (*wanted)[i].at * hidden);
 }
@@ -260,7 +373,7 @@ ffi::Error run(ffi::ThreadPool pool, Floats x, Floats attention_norm, Floats qkv
 }  // namespace pdd
 
 // x [T, hidden]. Norms [features]; weights packed as panels.h says, with biases in the order of the packed outputs; q, k and v are one product,
-// gate and up another, sixteen of each in turn. cos, sin [T, dim / 2] · slots [T] · pages, taken over · tables [R, P] · row_starts [R + 1],
+// paired as Layer says, gate and up another, sixteen of each in turn. cos, sin [T, dim / 2] · slots [T] · pages, taken over · tables [R, P] · row_starts [R + 1],
 // context_lens [R], the first num_rows [1] of them valid · wanted [W], tokens whose results are
 // wanted, those past all rows' tokens nobody's; [0]: all are.
 // window 0: none. Optional: biases, q_norm, k_norm, post norms, wanted.

@@ -16,7 +16,8 @@ _PANEL: Final = 2 * _LANES
 
 class LayerWeights(NamedTuple):
     """Float32. Norms [features]; of the four products weights [panels, in, 32] of :func:`pack` or :func:`pack_gate_up` and biases
-    [panels * 32]. What a family lacks is None, or has no elements: biases, ``q_norm`` and ``k_norm`` [dim], post norms.
+    [panels * 32], of q, k and v after :func:`pair_halves`. What a family lacks is None, or has no elements: biases, ``q_norm``
+    and ``k_norm`` [dim], post norms.
     """
 
     attention_norm: jax.Array
@@ -54,6 +55,20 @@ def pack(weight: np.ndarray) -> np.ndarray:
     padded = np.zeros((panels * _PANEL, ins), np.float32)
     padded[:outs] = weight
     return np.ascontiguousarray(padded.reshape(panels, _PANEL, ins).transpose(0, 2, 1))
+
+
+def pair_halves(weight: np.ndarray, num_heads: int, dim: int, *, normed: bool) -> np.ndarray:
+    """q, k and v, or their bias, [out, ...] in the order that ``layer.cpp`` takes them in, before they are packed.
+
+    Of the first ``num_heads`` heads, which rotary embedding turns, sixteen values of the first half come before the sixteen that they are
+    turned with, and so on: a panel is turned as it leaves the product. Nothing changes where a norm comes before or ``dim`` is no multiple
+    of 32.
+    """
+    if normed or dim % _PANEL or not len(weight):
+        return weight
+    turned, rest = np.split(weight, (num_heads * dim,))
+    halves = turned.reshape(num_heads, 2, dim // _PANEL, _LANES, *weight.shape[1:])
+    return np.concatenate((halves.swapaxes(1, 2).reshape(turned.shape), rest))
 
 
 def pack_gate_up(weight: np.ndarray) -> np.ndarray:

@@ -18,6 +18,8 @@ constexpr long kPanel = 2 * kLanes;
 constexpr long kMostTokens = 12;            // of a tile: 24 sums, two vectors of weights
 constexpr long kBlockBytes = 5 << 17;       // of activations that stay in a core's second-level cache while panels go by
 constexpr long kTilesOfThread = 8;          // so many, and a thread reads all weights for its tiles instead of all tiles for its weights
+constexpr long kPanelsInPieces = 2;         // of a block, the last ones
+constexpr long kPieces = 4;
 constexpr long kLine = kLanes;              // floats
 
 // How tokens are cut into tiles: as evenly as it goes.
@@ -33,27 +35,29 @@ struct Tiles {
   long size(long tile) const { return std::min(width, tokens - first(tile)); }
 };
 
-// The sums of a tile of kTokens and a panel: [kTokens][2] vectors. `ahead`: what is read after this panel, kFetch lines of it per input.
-template <int kTokens, int kFetch>
-[[gnu::noinline]] void multiply(const float* weights, const float* x, long in, const float* ahead, floats (&result)[kTokens][2]) {
+// take(sums of a tile of kTokens and a panel: [kTokens][2] vectors). `ahead`: what is read after this panel; along the first `fetches` inputs
+// kFetch lines of it each are fetched.
+template <int kTokens, int kFetch, class Take>
+[[gnu::noinline]] void multiply(const float* weights, const float* x, long in, const float* ahead, long fetches, const Take& take) {
   floats sums[kTokens][2];  // not initialised as a whole, nor copied so: that goes through memory
 #pragma GCC unroll 16
   for (int token = 0; token < kTokens; ++token) sums[token][0] = sums[token][1] = floats{};
-  for (long i = 0; i < in; ++i) {
+  const auto add = [&](long i) __attribute__((always_inline)) {
     const floats first = load(weights + i * kPanel), second = load(weights + i * kPanel + kLanes);
-    if constexpr (kFetch > 0) __builtin_prefetch(ahead + i * kFetch * kLine, 0, 2);
-    if constexpr (kFetch > 1) __builtin_prefetch(ahead + (i * kFetch + 1) * kLine, 0, 2);
 #pragma GCC unroll 16
     for (int token = 0; token < kTokens; ++token) {
       sums[token][0] += first * x[i * kTokens + token];
       sums[token][1] += second * x[i * kTokens + token];
     }
+  };
+  long i = 0;
+  for (; i < fetches; ++i) {
+    __builtin_prefetch(ahead + i * kFetch * kLine, 0, 2);
+    if constexpr (kFetch > 1) __builtin_prefetch(ahead + (i * kFetch + 1) * kLine, 0, 2);
+    add(i);
   }
-#pragma GCC unroll 16
-  for (int token = 0; token < kTokens; ++token) {
-    result[token][0] = sums[token][0];
-    result[token][1] = sums[token][1];
-  }
+  for (; i < in; ++i) add(i);
+  take(sums);
 }
 
 // with(std::integral_constant<int, tokens>).
@@ -84,25 +88,40 @@ inline void store_packed(const floats (&values)[kTokens], float* to) {
   }
 }
 
-// Packed x [tiles, in, tokens] times packed weights [panels, in, 32]; take(panel, tile, sums [tokens][2]) gets each result.
-template <class Take>
-void product(Team& team, const Tiles& tiles, const float* x, long in, const float* weights, long panels, const Take& take) {
+struct NothingToPrepare {
+  void operator()(long, long) const {}
+};
+
+// Packed x [tiles, in, tokens] times packed weights [panels, in, 32]; take(panel, tile, sums [tokens][2]) gets each result, and
+// prepare(panel, tile) is told before: time to fetch what take needs.
+//
+// The next panel is fetched evenly along all tiles of this one. The last panels of a block are shared in smaller parts, so that threads wait for
+// one another no longer than one of those takes.
+template <class Take, class Prepare = NothingToPrepare>
+void product(Team& team, const Tiles& tiles, const float* x, long in, const float* weights, long panels, const Take& take,
+             const Prepare& prepare = {}) {
   const long most = std::max<long>(1, kBlockBytes / long(sizeof(float)) / in / std::max<long>(1, tiles.width));
   const long least = (tiles.count + most - 1) / most, threads = tiles.count < kTilesOfThread * team.size() ? 1 : team.size();
   const long blocks = (least + threads - 1) / threads * threads;
-  team(blocks * panels, [&](long part) {
-    const long panel = part % panels, block = part / panels, stop = (block + 1) * tiles.count / blocks;
+  const long pieces = tiles.count / std::max<long>(1, blocks) < kPieces ? 1 : kPieces, whole = std::max<long>(0, panels - kPanelsInPieces);
+  const long parts = whole + (panels - whole) * pieces;  // of a block
+  team(blocks * parts, [&](long part) {
+    const long block = part / parts, at = part % parts, late = std::max<long>(0, at - whole), piece = late % pieces;
+    const long panel = at < whole ? at : whole + late / pieces;
+    const long start = block * tiles.count / blocks, count = (block + 1) * tiles.count / blocks - start;
+    const long first = at < whole ? 0 : piece * count / pieces, stop = at < whole ? count : (piece + 1) * count / pieces;
     const float* mine = weights + panel * in * kPanel;
     const float* ahead = weights + std::min(panels - 1, panel + 1) * in * kPanel;
-    for (long tile = block * tiles.count / blocks, done = 0; tile < stop; ++tile, ++done)
+    for (long index = first; index < stop; ++index) {
+      const long tile = start + index, lines = 2 * in, from = index * lines / count, fetched = (index + 1) * lines / count - from;
+      prepare(panel, tile);
       with_tokens(tiles.size(tile), [&](auto tokens) {
-        floats sums[tokens][2];
-        const float* from = x + tiles.first(tile) * in;
-        if (stop - tile + done == 1) multiply<tokens, 2>(mine, from, in, ahead, sums);
-        else if (done < 2) multiply<tokens, 1>(mine, from, in, ahead + done * in * kLine, sums);
-        else multiply<tokens, 0>(mine, from, in, ahead, sums);
-        take(panel, tile, sums);
+        const float* values = x + tiles.first(tile) * in;
+        const auto give = [&](const auto& sums) __attribute__((always_inline)) { take(panel, tile, sums); };
+        if (fetched > in) multiply<tokens, 2>(mine, values, in, ahead + from * kLine, fetched / 2, give);
+        else multiply<tokens, 1>(mine, values, in, ahead + from * kLine, fetched, give);
       });
+    }
   });
 }
 
