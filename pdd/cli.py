@@ -190,6 +190,7 @@ def conform(
 def compile_targets(
     target: Annotated[list[str], typer.Option("--target", help="tpu-v5e, tpu-v6e, tpu-v5p, cuda-sm80, cuda-sm90, hip-gfx942; or all")],
     small: Annotated[bool, typer.Option("--small", help="each kernel at one shape, no whole steps")] = False,
+    steps: Annotated[str | None, typer.Option(help="only whole steps, in this compute dtype: bfloat16, or int8 weights")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="compiling processes at once")] = 1,
     json_file: Annotated[Path | None, typer.Option("--json", callback=writable, help="write the rows here")] = None,
 ) -> None:
@@ -200,7 +201,7 @@ def compile_targets(
 
     end_on_signal()
     try:
-        raise typer.Exit(compile_status(target, small, jobs, json_file, Console(highlight=False)))
+        raise typer.Exit(compile_status(target, small, jobs, json_file, Console(highlight=False), steps))
     except (ValueError, OSError) as error:
         raise fail(error, 2) from error
 

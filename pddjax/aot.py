@@ -6,7 +6,7 @@ The programs are the engine's own; weights, pages and batches are shapes only. J
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from pddbridge.engine import EngineConfig
+from pddbridge.engine_checks import INT8
 from pddbridge.model_spec import ModelSpec, plain_spec
 from pddbridge.rope import RopeSpec
 from pddjax.batch import DecodeBatch, RaggedBatch, empty_decode, empty_ragged
@@ -31,9 +32,14 @@ from pddkernels.targets.report import Case, Compiled, compile_all
 from pddkernels.targets.tpu import argument, compile_for_tpu, devices, facts
 from pddkernels.targets.work import Work, step
 
-# The largest of the named models that leaves its slice room for much KV.
-_MODELS: Final = {"tpu-v5e": ("llama-3.1-8b",), "tpu-v6e": ("qwen3-32b",), "tpu-v5p": ("llama-3.1-70b",)}
-_DTYPE: Final = jnp.dtype("bfloat16")
+# The largest of the named models that leaves its slice room for much KV, and in int8 what only so leaves it any.
+_MODELS: Final = {
+    "tpu-v5e": (("llama-3.1-8b", "bfloat16"), ("llama-3.1-8b", INT8), ("llama-3.1-70b", INT8)),
+    "tpu-v6e": (("qwen3-32b", "bfloat16"), ("qwen3-32b", INT8)),
+    "tpu-v5p": (("llama-3.1-70b", "bfloat16"), ("llama-3.1-70b", INT8)),
+}
+_DTYPE: Final = jnp.dtype("bfloat16")  # of activations, KV and the weights that are not in int8
+COMPUTE_DTYPES: Final = ("bfloat16", INT8)
 _PAGE_SIZE: Final = 128  # a device keeps one KV head of eight: 64 KiB a page, worth a copy
 _MAX_CONTEXT: Final = 32768
 # Of the chip's memory, for weights and KV pages; the rest is for activations, programs and the runtime.
@@ -52,29 +58,32 @@ class Setup:
     mesh: Mesh
 
 
-def cases(chosen: Target) -> list[Case]:
-    """A prefill chunk of 2,048 tokens, decode of 64 rows and the head of 64 rows, for each of the target's models."""
+def cases(chosen: Target, compute_dtypes: Collection[str]) -> list[Case]:
+    """A prefill chunk of 2,048 tokens, decode of 64 rows and the head of 64 rows, for each of the target's models in ``compute_dtypes``."""
     mesh = Mesh(devices(chosen), (AXIS,))
     found = []
-    for model in _MODELS[chosen.name]:
+    for model, compute_dtype in _MODELS[chosen.name]:
+        if compute_dtype not in compute_dtypes:
+            continue
         shape = MODEL_SHAPES[model]
-        setup = set_up(model, chosen, mesh)
+        setup = set_up(model, compute_dtype, chosen, mesh)
         kv_tokens = setup.config.num_pages * _PAGE_SIZE
+        name = f"{model}, int8 weights" if compute_dtype == INT8 else model
         for phase, compile_it in ((PREFILL, _prefill), (DECODE, _decode)):
-            what = f"step: {model}, {phase.name}, KV pool of {kv_tokens:,} tokens"
+            what = f"step: {name}, {phase.name}, KV pool of {kv_tokens:,} tokens"
             found.append(Case("step", what, partial(compile_it, setup, shape, phase), chosen.num_devices))
-        found.append(Case("step", f"head: {model}, {len(DECODE.rows)} rows", partial(_head, setup, shape), chosen.num_devices))
+        found.append(Case("step", f"head: {name}, {len(DECODE.rows)} rows", partial(_head, setup, shape), chosen.num_devices))
     return found
 
 
-def set_up(model: str, chosen: Target, mesh: Mesh) -> Setup:
+def set_up(model: str, compute_dtype: str, chosen: Target, mesh: Mesh) -> Setup:
     """The named model over all devices of ``mesh``, with as many KV pages as ``_SHARE`` of the chip's memory leaves.
 
     Raises ValueError where the engine would not run its kernels on such a device.
     """
     spec = spec_of(model)
     split = TensorParallel(spec, mesh.size)
-    shard = shard_of(split, _DTYPE, _MAX_CONTEXT)
+    shard = shard_of(split, _DTYPE, _MAX_CONTEXT, int8=compute_dtype == INT8)
     leaves = tuple(global_leaves(split, shard, mesh))
     ops = choose(
         mesh.devices.flat[0],
@@ -93,7 +102,7 @@ def set_up(model: str, chosen: Target, mesh: Mesh) -> Setup:
     num_pages = int((_SHARE * chosen.chip.memory_bytes - weights_bytes) // page_bytes)
     config = EngineConfig(
         device="tpu",
-        compute_dtype=_DTYPE.name,
+        compute_dtype=compute_dtype,
         kv_dtype=_DTYPE.name,
         page_size=_PAGE_SIZE,
         num_pages=num_pages,
@@ -130,12 +139,16 @@ def spec_of(model: str) -> ModelSpec:
 
 def _prefill(setup: Setup, shape: ModelShape, phase: Phase) -> Compiled:
     batch = empty_ragged(setup.config, phase.num_tokens, setup.ops)
-    return _step(setup, setup.functions.ragged, batch, step(phase.rows, shape, 0, setup.mesh.size))
+    return _step(setup, setup.functions.ragged, batch, step(phase.rows, shape, 0, setup.mesh.size, _weight_itemsize(setup)))
 
 
 def _decode(setup: Setup, shape: ModelShape, phase: Phase) -> Compiled:
     batch = empty_decode(setup.config, len(phase.rows))
-    return _step(setup, setup.functions.decode, batch, step(phase.rows, shape, 0, setup.mesh.size))
+    return _step(setup, setup.functions.decode, batch, step(phase.rows, shape, 0, setup.mesh.size, _weight_itemsize(setup)))
+
+
+def _weight_itemsize(setup: Setup) -> int:
+    return 1 if setup.config.compute_dtype == INT8 else _DTYPE.itemsize
 
 
 def _step(setup: Setup, function: Callable[..., object], batch: DecodeBatch | RaggedBatch, work: Work) -> Compiled:
@@ -147,7 +160,7 @@ def _head(setup: Setup, shape: ModelShape) -> Compiled:
     num_rows = len(DECODE.rows)
     hidden = argument((shape.hidden_size, num_rows), _DTYPE, setup.mesh, REPLICATED)
     weights = shape.vocab_size * shape.hidden_size / setup.mesh.size
-    work = Work(2.0 * num_rows * weights, weights * _DTYPE.itemsize)
+    work = Work(2.0 * num_rows * weights, weights * _weight_itemsize(setup))
     return facts(compile_for_tpu(lambda leaves, hidden: setup.functions.head(leaves, hidden, num_rows), (setup.leaves, hidden)), work)
 
 
@@ -155,9 +168,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="compile whole engine steps for one TPU target")
     parser.add_argument("--target", required=True, choices=sorted(name for name, known in TARGETS.items() if known.topology))
     parser.add_argument("--first", type=int, default=0, help="leave out the cases before this one")
+    parser.add_argument("--compute-dtype", choices=COMPUTE_DTYPES, action="append", help="leave out the other; may be given twice")
     arguments = parser.parse_args()
     chosen = target(arguments.target)
-    compile_all(chosen, cases(chosen), arguments.first)
+    compile_all(chosen, cases(chosen, arguments.compute_dtype or COMPUTE_DTYPES), arguments.first)
 
 
 if __name__ == "__main__":

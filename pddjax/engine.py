@@ -26,7 +26,7 @@ from pddbridge.engine import (
     StepResult,
     StepUnderWay,
 )
-from pddbridge.engine_checks import check_block, check_config, check_page, check_page_range, check_step
+from pddbridge.engine_checks import COMPUTE_DTYPES, INT8, check_block, check_config, check_page, check_page_range, check_step
 from pddbridge.kv_layout import KVLayout, interleaved_heads
 from pddbridge.kv_spec import KVSpec, TokenRange
 from pddbridge.model_spec import ModelSpec
@@ -61,10 +61,11 @@ def create(model_dir: str, config: EngineConfig, choose_ops: Callable[..., jax_o
 
 def create_from(checkpoint: ModelTensors, config: EngineConfig, choose_ops: Callable[..., jax_ops.JaxOps] = jax_ops.choose) -> JaxEngine:
     """As :func:`create`, of a checkpoint that is open already, or of weights that are in no file."""
-    check_config(config, checkpoint.spec)
+    check_config(config, checkpoint.spec, (*COMPUTE_DTYPES, INT8))
     _configure_jax(config)
     devices = _devices(config)
-    dtype, kv_dtype = jnp.dtype(config.compute_dtype), jnp.dtype(_kv_spec(checkpoint.spec, config).np_dtype)
+    int8 = config.compute_dtype == INT8
+    dtype, kv_dtype = jnp.dtype("bfloat16" if int8 else config.compute_dtype), jnp.dtype(_kv_spec(checkpoint.spec, config).np_dtype)
     local = TensorParallel(checkpoint.spec, config.num_devices).local
     ops = choose_ops(
         devices[0],
@@ -77,12 +78,12 @@ def create_from(checkpoint: ModelTensors, config: EngineConfig, choose_ops: Call
         cache_dir=config.compile_cache_dir,
     )
     if config.num_devices == 1:
-        model = load_model(checkpoint, dtype, config.max_context_tokens, devices[0], ops.product)
+        model = load_model(checkpoint, dtype, config.max_context_tokens, devices[0], ops.product, int8)
         whole_layers, ops = ops.for_layers(dtype)
         functions: Functions = FusedFunctions(model, devices[0]) if whole_layers else ModelFunctions(model, ops)
         placement = Placement.on_one(devices[0], ops)
     else:
-        functions, placement = split_over(devices, checkpoint, dtype, ops, config.max_context_tokens)
+        functions, placement = split_over(devices, checkpoint, dtype, ops, config.max_context_tokens, int8)
     return JaxEngine(checkpoint.spec, config, checkpoint.weights_digest(), functions, placement)
 
 

@@ -26,7 +26,7 @@ from pddkernels.ragged_paged_attention.options import AttentionOptions
 Attend = Callable[[jax.Array, jax.Array, AttentionOptions], jax.Array]
 # (one layer's pages, keys, values [T, kv_heads, dim], slots [T]) -> the pages with the new tokens.
 Store = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
-# (weight [out, in], x [in, T]) -> float32 [out, T]
+# (weight [out, in] of the dtype of x or int8, x [in, T]) -> float32 [out, T]
 Product = Callable[[jax.Array, jax.Array], jax.Array]
 _ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -35,24 +35,40 @@ _ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
 
 
 def product(weight: jax.Array, x: jax.Array) -> jax.Array:
-    """``weight [out, in] @ x [in, T]`` -> float32, float32 products exact."""
-    return jnp.matmul(weight, x, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    """``weight [out, in] @ x [in, T]`` -> float32, float32 products exact. Weights in int8 are widened to the dtype of ``x``, which loses
+    nothing, as operands of the product: a TPU reads them as int8.
+    """
+    return jnp.matmul(weight.astype(x.dtype), x, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+def scaled(sums: jax.Array, scale: nnx.Param[jax.Array] | None) -> jax.Array:
+    """``sums`` [out, T] of a product with steps of ``scale`` [out], or with weights as they are."""
+    return sums if scale is None else sums * scale[...][:, None]
 
 
 class Projection(nnx.Module):
-    """``weight [out, in] @ x [in, T] (+ bias)``, accumulated in float32, returned in the compute dtype."""
+    """``weight [out, in] @ x [in, T] (+ bias)``, accumulated in float32, returned in the compute dtype. ``int8``: the weight is in steps of
+    ``scale`` [out] float32, as :mod:`pddbridge.weight_rounding` makes them.
+    """
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, dtype: jnp.dtype, product: Product = product) -> None:
-        self.weight = nnx.Param(jnp.zeros((out_features, in_features), dtype))
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool, dtype: jnp.dtype, product: Product = product, int8: bool = False
+    ) -> None:
+        self.weight = nnx.Param(jnp.zeros((out_features, in_features), jnp.int8 if int8 else dtype))
+        self.scale = nnx.Param(jnp.zeros((out_features,), jnp.float32)) if int8 else None
         self.bias = nnx.Param(jnp.zeros((out_features,), dtype)) if bias else None
+        self.dtype = dtype
         self.product = product
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        weight = self.weight[...]
-        y = self.product(weight, x)
+        y = self.sums(x)
         if self.bias is not None:
             y = y + self.bias[...].astype(jnp.float32)[:, None]
-        return y.astype(weight.dtype)
+        return y.astype(self.dtype)
+
+    def sums(self, x: jax.Array) -> jax.Array:
+        """Without the bias, float32."""
+        return scaled(self.product(self.weight[...], x), self.scale)
 
 
 class RMSNorm(nnx.Module):
@@ -72,11 +88,11 @@ class RMSNorm(nnx.Module):
 class Attention(nnx.Module):
     """Grouped-query attention with q, k and v in one product. New KV is stored first and attention reads what was stored."""
 
-    def __init__(self, spec: ModelSpec, dtype: jnp.dtype, product: Product) -> None:
+    def __init__(self, spec: ModelSpec, dtype: jnp.dtype, product: Product, int8: bool) -> None:
         self.num_heads, self.num_kv_heads, self.head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         heads = spec.num_heads + 2 * spec.num_kv_heads
-        self.qkv = Projection(spec.hidden_size, heads * spec.head_dim, spec.qkv_bias, dtype, product)
-        self.out = Projection(spec.num_heads * spec.head_dim, spec.hidden_size, spec.attention_out_bias, dtype, product)
+        self.qkv = Projection(spec.hidden_size, heads * spec.head_dim, spec.qkv_bias, dtype, product, int8)
+        self.out = Projection(spec.num_heads * spec.head_dim, spec.hidden_size, spec.attention_out_bias, dtype, product, int8)
         self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps, dtype) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps, dtype) if spec.qk_norm else None
 
@@ -105,9 +121,9 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """A gated linear unit (arXiv:2002.05202) with gate and up in one product."""
 
-    def __init__(self, spec: ModelSpec, dtype: jnp.dtype, product: Product) -> None:
-        self.gate_up = Projection(spec.hidden_size, 2 * spec.intermediate_size, spec.mlp_bias, dtype, product)
-        self.down = Projection(spec.intermediate_size, spec.hidden_size, spec.mlp_bias, dtype, product)
+    def __init__(self, spec: ModelSpec, dtype: jnp.dtype, product: Product, int8: bool) -> None:
+        self.gate_up = Projection(spec.hidden_size, 2 * spec.intermediate_size, spec.mlp_bias, dtype, product, int8)
+        self.down = Projection(spec.intermediate_size, spec.hidden_size, spec.mlp_bias, dtype, product, int8)
         self.activation = spec.activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -120,12 +136,12 @@ class Layer(nnx.Module):
     dtype: rounding it after every layer costs more digits than all products, and it is small.
     """
 
-    def __init__(self, spec: ModelSpec, dtype: jnp.dtype, product: Product) -> None:
+    def __init__(self, spec: ModelSpec, dtype: jnp.dtype, product: Product, int8: bool) -> None:
         self.attention_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype)
-        self.attention = Attention(spec, dtype, product)
+        self.attention = Attention(spec, dtype, product, int8)
         self.attention_post_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, jnp.dtype(jnp.float32)) if spec.post_norms else None
         self.mlp_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype)
-        self.mlp = MLP(spec, dtype, product)
+        self.mlp = MLP(spec, dtype, product, int8)
         self.mlp_post_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, jnp.dtype(jnp.float32)) if spec.post_norms else None
 
     def __call__(
@@ -146,17 +162,21 @@ class Layer(nnx.Module):
 class Llama(nnx.Module):
     """Token ids to final hidden states (``__call__``) and hidden states to logits (``head``).
 
-    Parameters by path, which sharding rules go by: ``embedding``, ``lm_head`` (untied), ``norm.weight``, ``layers.i.attention.qkv|out`` and
-    ``layers.i.mlp.gate_up|down`` (``.weight`` [out, in], ``.bias``), and norms, all replicated: ``layers.i.attention_norm|mlp_norm``,
-    ``attention_post_norm|mlp_post_norm``, ``attention.q_norm|k_norm``.
+    Parameters by path, which sharding rules go by: ``embedding``, ``lm_head`` (untied, or int8), ``lm_head_scale`` (int8), ``norm.weight``,
+    ``layers.i.attention.qkv|out`` and ``layers.i.mlp.gate_up|down`` (``.weight`` [out, in], ``.scale``, ``.bias``), and norms, all
+    replicated: ``layers.i.attention_norm|mlp_norm``, ``attention_post_norm|mlp_post_norm``, ``attention.q_norm|k_norm``.
     """
 
-    def __init__(self, spec: ModelSpec, dtype: jnp.dtype, max_context_tokens: int, product: Product = product) -> None:
-        """``product``: of every weight matrix with activations."""
+    def __init__(self, spec: ModelSpec, dtype: jnp.dtype, max_context_tokens: int, product: Product = product, int8: bool = False) -> None:
+        """``product``: of every weight matrix with activations · ``int8``: these are in int8, see :class:`Projection`, the head too: then
+        a tied model's is beside its embedding, which is looked up in ``dtype``.
+        """
         self.embedding = nnx.Param(jnp.zeros((spec.vocab_size, spec.hidden_size), dtype))
-        self.layers = nnx.List([Layer(spec, dtype, product) for _ in range(spec.num_layers)])
+        self.layers = nnx.List([Layer(spec, dtype, product, int8) for _ in range(spec.num_layers)])
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype)
-        self.lm_head = None if spec.tie_embeddings else nnx.Param(jnp.zeros((spec.vocab_size, spec.hidden_size), dtype))
+        shape = (spec.vocab_size, spec.hidden_size)
+        self.lm_head = None if spec.tie_embeddings and not int8 else nnx.Param(jnp.zeros(shape, jnp.int8 if int8 else dtype))
+        self.lm_head_scale = nnx.Param(jnp.zeros(spec.vocab_size, jnp.float32)) if int8 else None
         # Angles of every position the engine may see, so that cos and sin are numpy's on every device.
         self.rope = RopeTable(jnp.zeros((len(spec.ropes), 2, max_context_tokens, spec.head_dim // 2), jnp.float32))
         self.product = product
@@ -204,7 +224,7 @@ class Llama(nnx.Module):
     def head(self, hidden: jax.Array) -> jax.Array:
         """[hidden, S] -> float32 logits [vocab, S]."""
         weight = self.embedding if self.lm_head is None else self.lm_head
-        logits = self.product(weight[...], self.norm(hidden))
+        logits = scaled(self.product(weight[...], self.norm(hidden)), self.lm_head_scale)
         return logits if self.logit_soft_cap is None else self.logit_soft_cap * jnp.tanh(logits / self.logit_soft_cap)
 
 

@@ -56,14 +56,15 @@ class ShardedFunctions:
 
 
 def split_over(
-    devices: Sequence[jax.Device], checkpoint: ModelTensors, dtype: jnp.dtype, ops: JaxOps, max_context_tokens: int
+    devices: Sequence[jax.Device], checkpoint: ModelTensors, dtype: jnp.dtype, ops: JaxOps, max_context_tokens: int, int8: bool = False
 ) -> tuple[ShardedFunctions, Placement]:
     """The model of ``checkpoint`` over ``devices``, in their order. It is put together on the host: no device holds more than its share.
-    ``ops``: of one device's heads. Raises ValueError for a model that so many devices cannot share.
+    ``ops``: of one device's heads; ``int8``: see :func:`pddjax.weights.load_model`. Raises ValueError for a model that so many devices
+    cannot share.
     """
     split, mesh = TensorParallel(checkpoint.spec, len(devices)), Mesh(np.array(devices), (AXIS,))
-    shard = shard_of(split, dtype, max_context_tokens)
-    whole = load_model(checkpoint, dtype, max_context_tokens, jax.devices("cpu")[0])
+    shard = shard_of(split, dtype, max_context_tokens, int8)
+    whole = load_model(checkpoint, dtype, max_context_tokens, jax.devices("cpu")[0], int8=int8)
     leaves, specs = tuple(place(split, whole, mesh)), partition_specs(shard)
     return ShardedFunctions(split, ModelFunctions(shard, ops), leaves, specs, mesh), page_placement(split, mesh, ops)
 

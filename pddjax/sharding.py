@@ -13,6 +13,7 @@ parameter                     what device i of n holds
 ``attention.out, mlp.down``   columns (inputs) i; the products are added up over devices, then the whole bias once
 ``embedding, lm_head``        rows (vocabulary) i, the table padded with zero rows to a multiple of n
 ``attention.sinks``           those of its heads
+int8 weights' scales          those of its outputs: all of them for ``out`` and ``down``, whose parts are scaled before they are added up
 norms, rotary tables          everything
 ============================  =======================================================================================
 
@@ -32,7 +33,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pddbridge.model_spec import ModelSpec
-from pddjax.model import Llama, Projection, product
+from pddjax.model import Llama, Projection
 
 AXIS: Final = "model"
 REPLICATED: Final = PartitionSpec()
@@ -44,12 +45,16 @@ _COLUMNS: Final = PartitionSpec(None, AXIS)
 # Last two names of a parameter's path -> how it is split.
 _SPLITS: Final[dict[tuple[str, str], PartitionSpec]] = {
     ("qkv", "weight"): _ROWS,
+    ("qkv", "scale"): _ROWS,
     ("qkv", "bias"): _ROWS,
     ("out", "weight"): _COLUMNS,
+    ("out", "scale"): REPLICATED,
     ("out", "bias"): REPLICATED,
     ("gate_up", "weight"): _ROWS,
+    ("gate_up", "scale"): _ROWS,
     ("gate_up", "bias"): _ROWS,
     ("down", "weight"): _COLUMNS,
+    ("down", "scale"): REPLICATED,
     ("down", "bias"): REPLICATED,
     ("attention_norm", "weight"): REPLICATED,
     ("mlp_norm", "weight"): REPLICATED,
@@ -60,6 +65,7 @@ _SPLITS: Final[dict[tuple[str, str], PartitionSpec]] = {
     ("norm", "weight"): REPLICATED,
     ("", "embedding"): _ROWS,
     ("", "lm_head"): _ROWS,
+    ("", "lm_head_scale"): _ROWS,
     ("", "rope"): REPLICATED,
     ("attention", "sinks"): _ROWS,
 }
@@ -117,22 +123,21 @@ class RowParallel(Projection):
     """A product split by its inputs: devices add their parts up, in the compute dtype, then the bias once."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        weight = self.weight[...]
-        y = jax.lax.psum(product(weight, x).astype(weight.dtype), AXIS)
+        y = jax.lax.psum(self.sums(x).astype(self.dtype), AXIS)
         return y if self.bias is None else y + self.bias[...][:, None]
 
 
 class ModelShard(Llama):
     """What one device computes; runs inside a ``shard_map`` over ``AXIS``. ``head`` gives the logits of its part of the vocabulary."""
 
-    def __init__(self, split: TensorParallel, dtype: jnp.dtype, max_context_tokens: int) -> None:
+    def __init__(self, split: TensorParallel, dtype: jnp.dtype, max_context_tokens: int, int8: bool) -> None:
         spec = split.local
-        super().__init__(spec, dtype, max_context_tokens)
+        super().__init__(spec, dtype, max_context_tokens, int8=int8)
         self.vocab_size = split.spec.vocab_size
         for layer in self.layers:
             attention, mlp = layer.attention, layer.mlp
-            attention.out = RowParallel(attention.out.weight.shape[1], spec.hidden_size, attention.out.bias is not None, dtype)
-            mlp.down = RowParallel(mlp.down.weight.shape[1], spec.hidden_size, mlp.down.bias is not None, dtype)
+            attention.out = _row_parallel(attention.out)
+            mlp.down = _row_parallel(mlp.down)
 
     def lookup(self, token_ids: jax.Array) -> jax.Array:
         table = self.embedding[...]
@@ -147,9 +152,14 @@ class ModelShard(Llama):
         return jnp.where((ids < self.vocab_size)[:, None], logits, -jnp.inf)  # padding of the table is never chosen
 
 
-def shard_of(split: TensorParallel, dtype: jnp.dtype, max_context_tokens: int) -> ModelShard:
-    """The structure of one device's model, without arrays."""
-    model: ModelShard = nnx.eval_shape(lambda: ModelShard(split, dtype, max_context_tokens))
+def _row_parallel(like: Projection) -> RowParallel:
+    out_features, in_features = like.weight.shape
+    return RowParallel(in_features, out_features, like.bias is not None, like.dtype, int8=like.scale is not None)
+
+
+def shard_of(split: TensorParallel, dtype: jnp.dtype, max_context_tokens: int, int8: bool = False) -> ModelShard:
+    """The structure of one device's model, without arrays. ``int8``: see :class:`pddjax.model.Llama`."""
+    model: ModelShard = nnx.eval_shape(lambda: ModelShard(split, dtype, max_context_tokens, int8))
     return model
 
 
@@ -177,9 +187,9 @@ def place(split: TensorParallel, model: Llama, mesh: Mesh) -> list[jax.Array]:
         axes, values = _split_of(path), np.asarray(leaf)
         if path[-2] in ("qkv", "gate_up"):
             values = values[split.rows(path[-2])]
-        if path[-1] in ("embedding", "lm_head"):
+        if path[-1] in ("embedding", "lm_head", "lm_head_scale"):
             missing = split.local.vocab_size * split.num_devices - values.shape[0]
-            values = np.pad(values, ((0, missing), (0, 0)))
+            values = np.pad(values, ((0, missing), *((0, 0),) * (values.ndim - 1)))
         placed.append(jax.device_put(values, NamedSharding(mesh, axes)))
     return placed
 

@@ -7,6 +7,7 @@ from typing import Final, Protocol
 import torch
 import torch.nn.functional as F
 
+from pddbridge.weight_rounding import RoundedWeight
 from pddkernels.native.torch_native import Native, PackedWeight
 
 PLAIN: Final = "plain"
@@ -45,11 +46,14 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, native: Native 
     return OneDnnLinear(weight, bias) if can_pack(weight.device, weight.dtype) else PlainLinear(weight, bias)
 
 
-def make_int8_linear(weight: torch.Tensor, bias: torch.Tensor | None, native: Native, *, wide: bool = False) -> Linear:
-    """``weight`` of any float dtype, rounded to int8, for inputs in bfloat16. Raises ValueError for an odd number of inputs."""
-    if not (native.has_int8 and native.can_pack(weight.shape[1])):
-        raise ValueError(f"compute_dtype: int8 cannot multiply {weight.shape[1]} inputs here, allowed an even number on a CPU that has it")
-    return NativeLinear(native.pack_int8(weight), bias, native, torch.float32 if wide else torch.bfloat16)
+def make_int8_linear(weight: RoundedWeight, bias: torch.Tensor | None, native: Native, *, wide: bool = False) -> Linear:
+    """For inputs in bfloat16. Raises ValueError for an odd number of them."""
+    num_inputs = weight.steps.shape[1]
+    if not (native.has_int8 and native.can_pack(num_inputs)):
+        raise ValueError(f"compute_dtype: int8 cannot multiply {num_inputs} inputs here, allowed an even number on a CPU that has it")
+    return NativeLinear(
+        native.pack_int8(*(torch.from_numpy(values) for values in weight)), bias, native, torch.float32 if wide else torch.bfloat16
+    )
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:

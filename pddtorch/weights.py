@@ -6,9 +6,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from pddbridge.checkpoint_source import ModelTensors
+from pddbridge.weight_rounding import RoundedWeight, round_per_output
 from pddkernels.native.torch_native import Native
 from pddtorch.arrays import to_torch
 from pddtorch.linear import PLAIN, Linear, make_int8_linear, make_linear
@@ -70,7 +72,9 @@ def load_weights(
     def packed(weight_names: list[str], bias: torch.Tensor | None, *, wide: bool = False) -> Linear:
         if int8:
             assert native is not None
-            return make_int8_linear(stacked(weight_names, torch.float32), bias, native, wide=wide)
+            parts = [round_per_output(checkpoint.load(name)) for name in weight_names]
+            rounded = RoundedWeight(*(np.concatenate(values) for values in zip(*parts, strict=True)))
+            return make_int8_linear(rounded, bias, native, wide=wide)
         return make_linear(stacked(weight_names, dtype), bias, native, wide=wide)
 
     def linear(prefix: str, *modules: str) -> Linear:

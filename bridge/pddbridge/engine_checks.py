@@ -13,7 +13,7 @@ from pddbridge.model_spec import ModelSpec
 from pddbridge.sampling import greedy_suffices
 
 COMPUTE_DTYPES = ("float32", "bfloat16")
-# bfloat16 with weights in int8, where an engine has it.
+# bfloat16 with the weights of linear maps as pddbridge.weight_rounding makes them, where an engine has it.
 INT8 = "int8"
 # What the engines here keep; the bridge moves more (KV_DTYPES).
 ENGINE_KV_DTYPES = ("float32", "bfloat16", "float16")

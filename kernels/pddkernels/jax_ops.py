@@ -134,10 +134,10 @@ class JaxOps:
         return self._kernel(queries, pages, row_starts, context_lens, page_tables, num_new.sum(keepdims=True), options, sinks)
 
     def product(self, weight: jax.Array, x: jax.Array) -> jax.Array:
-        """``weight [out, in] @ x [in, T]`` -> float32, float32 products exact."""
+        """``weight [out, in] @ x [in, T]`` -> float32, float32 products exact; weights in int8 are widened to the dtype of ``x``."""
         if self.native and native_calls.has_product(weight, x):
             return native_calls.product(weight, x)
-        return jnp.matmul(weight, x, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+        return jnp.matmul(weight.astype(x.dtype), x, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
     def append(self, pages: jax.Array, keys: jax.Array, values: jax.Array, slots: jax.Array) -> jax.Array:
         """Store ``keys``, ``values`` [T, kv_heads, dim], rounded to nearest even, at ``slots`` [T] i32; those past the pool are nowhere."""

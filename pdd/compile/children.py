@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Final, TextIO
 
 TARGETS: Final = ("tpu-v5e", "tpu-v6e", "tpu-v5p", "cuda-sm80", "cuda-sm90", "hip-gfx942")
+STEP_DTYPES: Final = ("bfloat16", "int8")
 Row = dict[str, object]
 
 _KERNELS: Final = "pddkernels.targets"
@@ -45,18 +46,25 @@ class Child:
     options: tuple[str, ...] = ()
 
 
-def children(targets: Iterable[str], small: bool) -> list[Child]:
-    """Kernels for every target, whole steps for TPUs. ``small``: each kernel at one shape and no step.
+def children(targets: Iterable[str], small: bool, steps: str | None = None) -> list[Child]:
+    """Kernels for every target, whole steps for TPUs. ``small``: each kernel at one shape and no step · ``steps``: steps in this compute
+    dtype and no kernel.
 
-    Raises ValueError for an unknown target.
+    Raises ValueError for an unknown target or dtype, and where nothing is left.
     """
+    if steps is not None and (small or steps not in STEP_DTYPES):
+        raise ValueError(f"steps: given {steps!r}{' with small' if small else ''}, allowed {list(STEP_DTYPES)}, without small")
     found = []
     for target in targets:
         if target not in TARGETS:
             raise ValueError(f"target: given {target!r}, allowed {[*TARGETS, 'all']}")
-        found.append(Child(target, _KERNELS, ("--small",) if small else ()))
-        if target.startswith("tpu-") and not small:
-            found.append(Child(target, _STEPS))
+        has_steps = target.startswith("tpu-") and not small
+        if steps is not None and not has_steps:
+            raise ValueError(f"steps: given {steps!r} for {target}, which has none, allowed TPUs")
+        if steps is None:
+            found.append(Child(target, _KERNELS, ("--small",) if small else ()))
+        if has_steps:
+            found.append(Child(target, _STEPS, () if steps is None else ("--compute-dtype", steps)))
     return found
 
 

@@ -12,10 +12,13 @@ from pdd.compile.children import TARGETS, Row, Runner, children
 from pdd.compile.table import progress, show
 
 
-def compile_status(targets: Sequence[str], small: bool, jobs: int, json_file: Path | None, console: Console) -> int:
-    """0 if everything compiled and fits its chip, else 1. Raises ValueError for an unknown target."""
-    chosen = TARGETS if "all" in targets else tuple(dict.fromkeys(targets))
-    work = children(chosen, small)
+def compile_status(
+    targets: Sequence[str], small: bool, jobs: int, json_file: Path | None, console: Console, steps: str | None = None
+) -> int:
+    """0 if everything compiled and fits its chip, else 1. Raises ValueError as :func:`pdd.compile.children.children` does."""
+    every = TARGETS if steps is None else tuple(name for name in TARGETS if name.startswith("tpu-"))
+    chosen = every if "all" in targets else tuple(dict.fromkeys(targets))
+    work = children(chosen, small, steps)
 
     def tell(row: Row) -> None:
         console.print(progress(row), style=None if row["ok"] else "red", markup=False, soft_wrap=True)

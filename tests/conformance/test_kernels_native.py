@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import example, given, settings
 
+from pddbridge.weight_rounding import round_per_output
 from pddkernels.kv_pages import portable_torch as portable_pages
 from pddkernels.kv_pages import reference as reference_pages
 from pddkernels.native.torch_native import Native
@@ -212,14 +213,15 @@ def test_products_with_int8_weights(native: Native, rows: int, num_outputs: int,
     generator = torch.Generator().manual_seed(rows)
     weight = torch.randn(num_outputs, num_inputs, generator=generator) * torch.logspace(-3, 3, num_outputs)[:, None]
     weight[5] = 0
+    in_int8 = round_per_output(weight.numpy())
     if not native.has_int8:
         with pytest.raises(ValueError, match="compute_dtype: int8"):
-            make_int8_linear(weight, None, native)
+            make_int8_linear(in_int8, None, native)
         return
     x = torch.randn(rows, num_inputs, generator=generator).bfloat16()
     step = weight.abs().amax(1, keepdim=True) / 127
     rounded = torch.where(step > 0, (weight / step).round() * step, 0.0)
     assert ((rounded - weight).abs() <= step * 0.5001).all()
-    got = native.linear(x, native.pack_int8(weight), None, torch.float32).double()
+    got = make_int8_linear(in_int8, None, native, wide=True)(x).double()
     error = (got - F.linear(x.double(), rounded.double())).abs()
     assert (error <= 1e-5 * F.linear(x.double().abs(), rounded.double().abs())).all()

@@ -244,12 +244,9 @@ class Native:
         """``weight`` [out, in] bfloat16, of which ``can_pack`` admits the inputs. A copy."""
         return PackedWeight(self._blocks(weight), None, *weight.shape)
 
-    def pack_int8(self, weight: torch.Tensor) -> PackedWeight:
-        """As ``pack``, of a ``weight`` of any float dtype rounded to 255 steps per output, symmetric: off by up to 1/254 of the output's
-        largest weight. Needs ``has_int8``, too."""
-        wide = weight.float()
-        scales = (wide.abs().amax(1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
-        steps = (wide / scales[:, None]).round().to(torch.int16)
+    def pack_int8(self, weight: torch.Tensor, scales: torch.Tensor) -> PackedWeight:
+        """As ``pack``, of a ``weight`` [out, in] int8 within ±127 in steps of ``scales`` [out] float32. Needs ``has_int8``, too."""
+        steps = weight.short()
         blocks = self._blocks((steps.abs() | (steps < 0).short() << 7).to(torch.uint8))
         # Of each 16 bytes, 8 are for the first and 8 for the second register of 32 products.
         ordered = blocks.view(-1, 2, 4, 8).transpose(1, 2).contiguous().view(blocks.shape)

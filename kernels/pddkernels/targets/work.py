@@ -82,17 +82,18 @@ def copy(num_values: int, itemsize: int = KV_ITEMSIZE) -> Work:
     return Work(0.0, 2.0 * num_values * itemsize)
 
 
-def step(rows: Sequence[Row], shape: ModelShape, num_samples: int, num_devices: int = 1) -> Work:
+def step(rows: Sequence[Row], shape: ModelShape, num_samples: int, num_devices: int = 1, weight_itemsize: int = KV_ITEMSIZE) -> Work:
     """One engine step of a dense decoder on one of ``num_devices`` that share it evenly: every weight once, products, attention, new KV.
 
-    The head is applied to ``num_samples`` rows. The embedding is looked up, not read. Activations between layers are not counted.
+    The head is applied to ``num_samples`` rows. The embedding is looked up, not read. Not counted: activations between layers, and scales
+    of weights in int8, of which an output has one.
     """
     tokens = sum(new for _, new in rows)
     hidden, dim = shape.hidden_size, shape.head_dim
     per_layer = hidden * dim * (2 * shape.num_heads + 2 * shape.num_kv_heads) + 3 * hidden * shape.intermediate_size
     head = shape.vocab_size * hidden
-    products = Work(2.0 * tokens * per_layer, float(per_layer * KV_ITEMSIZE)) * shape.num_layers
-    logits = Work(2.0 * num_samples * head, float(head * KV_ITEMSIZE) if num_samples else 0.0)
+    products = Work(2.0 * tokens * per_layer, float(per_layer * weight_itemsize)) * shape.num_layers
+    logits = Work(2.0 * num_samples * head, float(head * weight_itemsize) if num_samples else 0.0)
     mixing = attention(rows, shape.num_heads, shape.num_kv_heads, dim) * shape.num_layers
     stored = Work(0.0, float(tokens * shape.kv_values_per_token * KV_ITEMSIZE))
     return (products + logits + mixing + stored) * (1 / num_devices)

@@ -24,9 +24,12 @@ from pddbridge.engine import KVBlock
 from pddbridge.kv_spec import HeadRange, LayerRange, TokenRange
 from pddbridge.model_spec import ModelSpec
 from pddjax.engine import JaxEngine, create
+from pddjax.kv import Placement
+from pddjax.programs import ModelFunctions
 from pddjax.sharded import split_over
 from pddjax.sharding import TensorParallel, partition_specs
 from pddjax.threads import environment
+from pddjax.weights import load_model
 from pddkernels.jax_ops import JaxOps
 from tests.support.engines import CONFIG, Row, decode_greedy, prefill, random_ids, relative_error, step_of
 from tests.support.kv import bits
@@ -185,6 +188,31 @@ def check_export(engine: JaxEngine, num_kv_heads: int, kv_dtype: str) -> None:
     assert np.array_equal(bits(k.values), bits(wanted["k"][:, 5:13]))
 
 
+def check_int8(model_dir: Path, case: Case) -> None:
+    """Rounded weights are split with their scales. Computed in float32, so that nothing but the order of sums differs."""
+    checkpoint, devices = open_checkpoint(model_dir), [jax.devices()[i] for i in case.order or range(case.num_devices)]
+    dtype, context = jnp.dtype("float32"), SMALL.max_context_tokens
+    local = TensorParallel(checkpoint.spec, case.num_devices).local
+    ops = JaxOps("portable", dtype, local.num_kv_heads, local.head_dim)
+    functions, placement = split_over(devices, checkpoint, dtype, ops, context, int8=True)
+    in_int8 = [leaf for leaf in functions.leaves if leaf.dtype == jnp.int8]
+    assert len(in_int8) == 4 * checkpoint.spec.num_layers + 1
+    for leaf in in_int8:
+        assert {shard.data.size * case.num_devices for shard in leaf.addressable_shards} == {leaf.size}
+    split = JaxEngine(checkpoint.spec, replace(SMALL, num_devices=case.num_devices), "", functions, placement)
+    whole_ops = JaxOps("portable", dtype, case.num_kv_heads, 4)
+    model = load_model(checkpoint, dtype, context, jax.devices()[0], int8=True)
+    whole = JaxEngine(checkpoint.spec, SMALL, "", ModelFunctions(model, whole_ops), Placement.on_one(jax.devices()[0], whole_ops))
+    ids = random_ids(4, 15)
+    last = step_of(Row(ids[-1:], 14, PAGES))
+    for engine in (whole, split):
+        prefill(engine, ids[:-1], PAGES)
+    assert relative_error(split.logits(last), whole.logits(last)) < 1e-5
+    stored = create(str(model_dir), SMALL)
+    prefill(stored, ids[:-1], PAGES)
+    assert relative_error(whole.logits(last), stored.logits(last)) > 1e-3, "nothing was rounded"
+
+
 def main(root: Path, case: Case) -> None:
     assert len(jax.devices()) == NUM_DEVICES
     model_dir = make_tiny_llama(
@@ -203,6 +231,7 @@ def main(root: Path, case: Case) -> None:
     check_streams(whole, split, case.num_kv_heads)
     check_export(split, case.num_kv_heads, "float32")
     check_export(engine_over(model_dir, case, "bfloat16"), case.num_kv_heads, "bfloat16")
+    check_int8(model_dir, case)
     print("equal")
 
 

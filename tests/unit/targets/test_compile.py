@@ -47,8 +47,12 @@ def test_kernels_for_every_target_and_steps_for_tpus() -> None:
         Child("cuda-sm80", "pddkernels.targets"),
     ]
     assert children(["tpu-v6e"], small=True) == [Child("tpu-v6e", "pddkernels.targets", ("--small",))]
+    assert children(["tpu-v5e"], small=False, steps="int8") == [Child("tpu-v5e", "pddjax.aot", ("--compute-dtype", "int8"))]
     with pytest.raises(ValueError, match="target: given 'cuda-sm70', allowed"):
         children(["cuda-sm70"], small=True)
+    for name, small, steps in (("tpu-v5e", False, "int4"), ("tpu-v5e", True, "int8"), ("cuda-sm90", False, "int8")):
+        with pytest.raises(ValueError, match=f"steps: given '{steps}'"):
+            children([name], small, steps)
 
 
 def test_mistakes_are_one_line_before_anything_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +147,7 @@ def test_everything_compiles_for_every_target_and_whole_steps_fit(tmp_path: Path
     done = run_command(tmp_path, "--target", "all", "--jobs", str(min(2, os.cpu_count() or 1)))
     assert done.status == 0, done.shown
     steps = {(row["target"], str(row["what"]).split(":")[1].split(",")[0].strip()) for row in done.rows if row["kind"] == "step"}
-    assert steps >= {("tpu-v5e", "llama-3.1-8b"), ("tpu-v6e", "qwen3-32b")}
+    assert steps >= {("tpu-v5e", "llama-3.1-8b"), ("tpu-v5e", "llama-3.1-70b"), ("tpu-v6e", "qwen3-32b")}
     for row in done.rows:
         if row["kind"] == "step":
             memory = row["memory"]
