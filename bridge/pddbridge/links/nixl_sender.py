@@ -61,6 +61,8 @@ class _NixlCarrier:
     that NIXL delivers behind the payload.
     """
 
+    frames_at_once = 2  # half of a receiver's slots: it places some while others are written
+
     def __init__(
         self,
         sock: socket.socket,

@@ -66,6 +66,8 @@ class ShmSender(SlotSender):
 class _ShmCarrier:
     """See :class:`Carrier`."""
 
+    frames_at_once = 4
+
     def __init__(self, sock: socket.socket, arena: Arena) -> None:
         self._sock = sock
         self._arena = arena

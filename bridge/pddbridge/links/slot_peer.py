@@ -29,8 +29,8 @@ from pddbridge.links.stats import GoodputMeter, LinkStats, RoundTrip, SenderCoun
 
 log = logging.getLogger(__name__)
 
-# Copied before the receiver is told: fewer wake-ups, and the loop is held up for a millisecond or so.
-_FRAMES_AT_ONCE: Final = 2
+# Copied before the receiver is told, or about so much: the loop is held up for a millisecond or so.
+_COPIED_AT_ONCE_BYTES: Final = 16 << 20
 # A connection that lasted no longer counts as a failure to connect.
 _SHORT_LIFE_S: Final = 0.2
 # At the end of the process: how long it may take to tell receivers that transfers end.
@@ -75,6 +75,9 @@ class Carrier(Protocol):
     """An open connection with the handshake done. Its memory ends with it: a receiver that still reads a slot keeps the memory, and
     nobody writes there any more.
     """
+
+    frames_at_once: int
+    """So many before the receiver is told: the fewer wake-ups, and the longer it waits for the first."""
 
     @property
     def num_free(self) -> int:
@@ -339,8 +342,9 @@ class _Connection:
         """Some frames, as long as there are slots and frames. Those that need none wait as well while there is none: it is their turn that
         another frame has, and its slot comes back.
         """
-        for _ in range(min(_FRAMES_AT_ONCE, self._carrier.num_free)):
-            if (taken := self._peer.next_frame()) is None:
+        copied_bytes = 0
+        for _ in range(min(self._carrier.frames_at_once, self._carrier.num_free)):
+            if copied_bytes >= _COPIED_AT_ONCE_BYTES or (taken := self._peer.next_frame()) is None:
                 return
             transfer, frame = taken
             payload = payload_view(frame.block.values)
@@ -348,6 +352,7 @@ class _Connection:
             slot = None if in_place else self._carrier.take()
             self._peer.frames_in_place += in_place
             self._peer.frames_copied += not in_place
+            copied_bytes += 0 if in_place else len(payload)
             if not self._carrier.num_free:
                 self._slot_free.clear()
             # A cancelled transfer's frames stay here too: their slots are read until they are answered.
