@@ -69,6 +69,8 @@ class WorkerConfig(StrictModel):
     ``cpus``: the host's cores that they run on, by number; all by default.
     ``host_cache_mib``: of host memory for cached pages that must leave the device; 0: they vanish. ``run_ahead``:
     whether a decode step is started before the tokens of the one before are known; "auto": where the device is not the host's CPU.
+    ``sample_on_device``: whether tokens are drawn there; "auto" likewise, since a CPU draws faster by the host's sampler. The tokens are
+    the same.
     """
 
     name: Name
@@ -90,6 +92,7 @@ class WorkerConfig(StrictModel):
     cpus: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None = None
     num_devices: Annotated[int, Field(ge=1, le=256)] = 1
     run_ahead: Literal["auto", "on", "off"] = "auto"
+    sample_on_device: Literal["auto", "on", "off"] = "auto"
     prefix_cache: bool = True
     host_cache_mib: Annotated[int, Field(ge=0)] = 0
     host: str = "127.0.0.1"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,8 @@ import numpy as np
 
 from pddbridge.checkpoint import open_checkpoint
 from pddbridge.checkpoint_source import ModelTensors
+from pddbridge.choice import Choice
+from pddbridge.draw_plan import draw_plan
 from pddbridge.engine import (
     MAX_SCORED_TOKENS,
     EngineConfig,
@@ -20,7 +22,6 @@ from pddbridge.engine import (
     KVBlock,
     PendingKV,
     ReadyKV,
-    SampleRow,
     ScoreRow,
     Step,
     StepResult,
@@ -30,13 +31,13 @@ from pddbridge.engine_checks import COMPUTE_DTYPES, INT8, check_block, check_con
 from pddbridge.kv_layout import KVLayout, interleaved_heads
 from pddbridge.kv_spec import KVSpec, TokenRange
 from pddbridge.model_spec import ModelSpec
-from pddbridge.sampling import greedy_suffices, sample
-from pddbridge.sampling_params import TokenRecord
-from pddbridge.scoring import next_ids, score_records
+from pddbridge.scoring import next_ids
 from pddjax.batch import DecodeBatch, RaggedBatch, empty_decode, empty_ragged, pack, pages_per_row
 from pddjax.buckets import Buckets, pick
+from pddjax.draw import draw, measured_error
 from pddjax.fused import FusedFunctions
 from pddjax.kv import KVPool, Placement
+from pddjax.outcome import JaxStep, Outcome
 from pddjax.programs import ModelFunctions, Programs
 from pddjax.score import scores_of
 from pddjax.sharded import ShardedFunctions, split_over
@@ -87,52 +88,6 @@ def create_from(checkpoint: ModelTensors, config: EngineConfig, choose_ops: Call
     return JaxEngine(checkpoint.spec, config, checkpoint.weights_digest(), functions, placement)
 
 
-class Outcome(NamedTuple):
-    """On the device, of S sampling rows padded to a bucket: ``logits`` [vocab, S] f32, their maxima ``highest`` [S], ``ids`` [S] i32 that
-    have them.
-    """
-
-    logits: jax.Array
-    highest: jax.Array
-    ids: jax.Array
-
-
-@dataclass(frozen=True)
-class JaxStep:
-    """See :class:`pddbridge.engine.StepUnderWay`."""
-
-    step: Step
-    hidden: jax.Array
-    outcome: Outcome | None
-    scores: tuple[jax.Array, jax.Array, jax.Array] | None
-    feeds_next: bool
-
-    def result(self) -> StepResult:
-        if self.outcome is None:
-            jax.block_until_ready(self.hidden)
-            return StepResult((), self._scores())
-        highest, ids = np.asarray(self.outcome.highest), np.asarray(self.outcome.ids)
-        rows = self.step.samples
-        greedy = [greedy_suffices(row.params, row.position) for row in rows]
-        host_logits = None if all(greedy) else np.asarray(self.outcome.logits)
-        records = []
-        for i, row in enumerate(rows):
-            if host_logits is not None and not greedy[i]:
-                records.append(_sample(host_logits[:, i], row))
-            elif not np.isfinite(highest[i]):
-                raise ValueError(f"logits: the largest of row {row.row} is {highest[i]}, a finite number is needed")
-            else:
-                records.append(TokenRecord(int(ids[i])))
-        return StepResult(tuple(records), self._scores())
-
-    def _scores(self) -> tuple[tuple[TokenRecord, ...], ...]:
-        if self.scores is None:
-            return ()
-        num_scored = sum(len(row.next_ids) for row in self.step.scores)
-        chosen, top, ids = (np.asarray(values)[:num_scored] for values in self.scores)
-        return score_records(self.step.scores, chosen, top, ids)
-
-
 class JaxEngine:
     """Implements :class:`pddbridge.engine.Engine`; made by :func:`create`."""
 
@@ -152,6 +107,8 @@ class JaxEngine:
         self._ops = placement.ops
         self._pool = KVPool(config, self._kv_spec, placement, self._programs)
         self._num_steps = 0
+        self._chosen: Counter[str] = Counter()
+        self._draw_error = measured_error(_devices(config)[0]) if config.sample_on_device else 0.0
         threads = pool_size() if config.device == "cpu" else None
         self._fallbacks = {"num_threads_not_applied": int(threads is not None and threads != config.num_threads)}
         self._fallbacks |= dict.fromkeys(placement.ops.fallbacks, 1)
@@ -186,6 +143,8 @@ class JaxEngine:
         decode = [(f"decode of {n} rows", partial(self._forward, empty_decode(self._config, n))) for n in self._buckets.rows]
         heads = [(f"logits of {n} rows", partial(self._warm_up_head, n)) for n in self._buckets.rows]
         work: list[tuple[str, Callable[[], object]]] = [*reversed(ragged), *reversed(decode), *reversed(heads)]
+        if self._config.sample_on_device:
+            work.extend((f"draws of {n} rows", partial(self._warm_up_draw, n)) for n in reversed(self._buckets.rows))
         work.append(("scores", self._warm_up_scores))
         work.append(("KV read, write and copy", self._pool.warm_up))
         for done, (what, run) in enumerate(work, 1):
@@ -193,15 +152,21 @@ class JaxEngine:
             progress(done, len(work), what)
 
     def step(self, step: Step) -> StepResult:
-        """See :meth:`pddbridge.engine.Engine.step`. Plain greedy rows are chosen on the device, the others by the shared sampler."""
+        """See :meth:`pddbridge.engine.Engine.step`."""
         return self.start_step(step).result()
 
     def start_step(self, step: Step, after: StepUnderWay | None = None) -> JaxStep:
         """See :meth:`pddbridge.engine.RunsAhead.start_step`."""
         hidden, outcome = self._start(step, after)
+        num_samples = 0 if outcome is None else outcome.logits.shape[1]
+        choice = Choice.of(step.samples, self._config.sample_on_device, self._spec.vocab_size, self._draw_error, num_samples)
+        if outcome is not None:
+            outcome = self._choose(outcome, choice)
+            outcome.copy_to_host_async()
         scores = self._start_scores(hidden, step.scores)
-        greedy = all(greedy_suffices(row.params, row.position) for row in step.samples)
-        return JaxStep(step, hidden, outcome, scores, bool(step.samples) and greedy and self._config.run_ahead)
+        ahead = choice.all_on_device and self._config.run_ahead
+        one_row = self._one_row if self._config.sample_on_device else None
+        return JaxStep(step, choice, hidden, outcome, scores, ahead, one_row, self._chosen)
 
     def logits(self, step: Step) -> np.ndarray:
         """See :meth:`pddbridge.engine.Engine.logits`."""
@@ -236,7 +201,7 @@ class JaxEngine:
 
     def stats(self) -> EngineStats:
         """Compilations are exact: see :class:`pddjax.programs.Programs`."""
-        return EngineStats(self._programs.compilations, self._num_steps, dict(self._fallbacks))
+        return EngineStats(self._programs.compilations, self._num_steps, dict(self._fallbacks), dict(self._chosen))
 
     def _start(self, step: Step, after: StepUnderWay | None = None) -> tuple[jax.Array, Outcome | None]:
         """Dispatch a step: its hidden states, and what its samples are chosen from, None if no row samples."""
@@ -250,10 +215,25 @@ class JaxEngine:
         self._num_steps += 1
         if not step.samples:
             return hidden, None
-        outcome = Outcome(*self._head(hidden, pick(self._buckets.rows, len(step.samples))))
-        outcome.highest.copy_to_host_async()
-        outcome.ids.copy_to_host_async()
-        return hidden, outcome
+        return hidden, Outcome(*self._head(hidden, pick(self._buckets.rows, len(step.samples))), None)
+
+    def _choose(self, outcome: Outcome, choice: Choice) -> Outcome:
+        """With what ``choice`` has the device draw, drawn."""
+        if choice.arrays is None:
+            return outcome
+        arguments = (outcome.logits, outcome.highest, outcome.ids, choice.arrays)
+        program = self._programs.get("draw", outcome.logits.shape[1], draw, None, arguments, x64=True)
+        ids, margins = program(*arguments)
+        # As the next step takes them, which is compiled for where the head leaves its ids; a copy only if the compiler put these elsewhere.
+        return outcome._replace(ids=jax.device_put(ids, outcome.ids.sharding), margins=margins)
+
+    def _one_row(self, logits: jax.Array, row: int) -> jax.Array:
+        def column(logits: jax.Array, row: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_index_in_dim(logits, row, axis=1, keepdims=False)
+
+        arguments = (logits, np.int32(row))
+        one: jax.Array = self._programs.get("one row", logits.shape[1], column, None, arguments)(*arguments)
+        return one
 
     def _start_scores(self, hidden: jax.Array, rows: tuple[ScoreRow, ...]) -> tuple[jax.Array, jax.Array, jax.Array] | None:
         if not rows:
@@ -287,6 +267,12 @@ class JaxEngine:
     def _warm_up_head(self, num_samples: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         return self._head(self._forward(empty_decode(self._config, 1)), num_samples)
 
+    def _warm_up_draw(self, num_samples: int) -> tuple[Outcome, jax.Array]:
+        """Nothing of it is drawn, by the same program that draws."""
+        outcome = Outcome(*self._warm_up_head(num_samples), None)
+        nothing = draw_plan((), (), self._spec.vocab_size, 0.0, num_samples)
+        return self._choose(outcome, Choice((), (), nothing)), self._one_row(outcome.logits, 0)
+
     def _head(self, hidden: jax.Array, num_samples: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         def head(leaves: tuple[jax.Array, ...], hidden: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
             logits, highest, ids = self._functions.head(leaves, hidden, num_samples)
@@ -299,10 +285,6 @@ class JaxEngine:
 
 def _kv_spec(spec: ModelSpec, config: EngineConfig) -> KVSpec:
     return KVSpec.gqa(spec.num_layers, spec.num_kv_heads, spec.head_dim, config.kv_dtype)
-
-
-def _sample(logits: np.ndarray, row: SampleRow) -> TokenRecord:
-    return sample(np.ascontiguousarray(logits), row.params, row.prompt_ids, row.log_ids, row.position)
 
 
 def _configure_jax(config: EngineConfig) -> None:

@@ -32,13 +32,22 @@ class Programs:
         return len(self._compiled)
 
     def get(
-        self, name: str, bucket: int, function: Callable[..., object], donate: int | None, arguments: tuple[object, ...]
+        self,
+        name: str,
+        bucket: int,
+        function: Callable[..., object],
+        donate: int | None,
+        arguments: tuple[object, ...],
+        x64: bool = False,
     ) -> jax.stages.Compiled:
-        """The program of ``function`` for ``bucket``, compiled for the shapes of ``arguments``; a call consumes argument ``donate``."""
+        """The program of ``function`` for ``bucket``, compiled for the shapes of ``arguments``; a call consumes argument ``donate``.
+        ``x64``: what it computes may have 64 bits, its arguments and results may not.
+        """
         key = (name, bucket)
         if key not in self._compiled:
             donated = () if donate is None else (donate,)
-            self._compiled[key] = jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
+            with jax.enable_x64(x64):
+                self._compiled[key] = jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
         return self._compiled[key]
 
 

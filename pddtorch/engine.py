@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 
 from pddbridge.checkpoint import open_checkpoint
 from pddbridge.checkpoint_source import ModelTensors
+from pddbridge.choice import Choice
 from pddbridge.engine import MAX_SCORED_TOKENS, EngineConfig, EngineStats, KVBlock, PendingKV, Step, StepResult, StepUnderWay
 from pddbridge.engine_checks import COMPUTE_DTYPES, INT8, check_block, check_config, check_page, check_page_range, check_step
 from pddbridge.kv_layout import KVLayout, head_major
@@ -29,6 +31,7 @@ from pddkernels.native.torch_native import Native
 from pddkernels.torch_ops import Problem, choose
 from pddtorch.arrays import TORCH_DTYPES
 from pddtorch.batch import make_batch
+from pddtorch.draw import measured_error
 from pddtorch.kv import KVPool
 from pddtorch.model import LlamaModel
 from pddtorch.outcome import TorchStep
@@ -82,6 +85,8 @@ class TorchEngine:
         self._fallbacks |= missing
         self._pool = KVPool(self._kv_spec, config.num_pages, self._layout, self._ops, self._device, moves)
         self._num_steps = 0
+        self._chosen: Counter[str] = Counter()
+        self._draw_error = measured_error(self._device) if config.sample_on_device else 0.0
         # On a CPU every linear should be packed; where torch cannot, it shows here.
         self._fallbacks["unpacked_linear"] = weights.num_unpacked if self._device.type == "cpu" else 0
 
@@ -132,7 +137,8 @@ class TorchEngine:
             fed = after.chosen.ids
         logits = self._logits(step, fed)
         self._num_steps += 1
-        return TorchStep.of(step, logits, self._config.run_ahead)
+        choice = Choice.of(step.samples, self._config.sample_on_device, self._spec.vocab_size, self._draw_error)
+        return TorchStep.of(step, choice, logits, self._config.run_ahead, self._chosen)
 
     def logits(self, step: Step) -> np.ndarray:
         check_step(step, self._config, self._spec.vocab_size)
@@ -163,7 +169,8 @@ class TorchEngine:
         self._pool.copy_page(source, destination)
 
     def stats(self) -> EngineStats:
-        return EngineStats(compilations=0, steps=self._num_steps, fallbacks={**self._fallbacks, **self._ops.fallbacks})
+        fallbacks = {**self._fallbacks, **self._ops.fallbacks}
+        return EngineStats(compilations=0, steps=self._num_steps, fallbacks=fallbacks, chosen=dict(self._chosen))
 
     @torch.inference_mode()
     def _logits(self, step: Step, fed: torch.Tensor | None = None) -> torch.Tensor | None:

@@ -2,84 +2,87 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from pddbridge.choice import Choice, Chosen
 from pddbridge.engine import Step, StepResult
-from pddbridge.sampling import greedy_suffices, sample
-from pddbridge.sampling_params import TokenRecord
+from pddtorch.draw import draw
 from pddtorch.score import score
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """The largest logit of each sampling row and the lowest id that has it: ``ids`` [S] i64 on the device · ``host_largest`` [S] f32,
-    ``host_ids`` [S] i64: their copies, which are there once ``copied`` has passed (None: at once).
+class OnDevice:
+    """What the device chose for each sampling row: ``ids`` [S] i64 on the device · ``host_ids`` [S] i64, ``host_highest`` [S] f32, the
+    largest logits, and ``host_margins`` [S] f32, None if no row was drawn: copies, which are there once ``copied`` has passed (None: at
+    once).
     """
 
     ids: torch.Tensor
-    host_largest: torch.Tensor
     host_ids: torch.Tensor
+    host_highest: torch.Tensor
+    host_margins: torch.Tensor | None
     copied: torch.cuda.Event | None
 
     @staticmethod
-    def of(logits: torch.Tensor) -> Chosen:
+    def of(logits: torch.Tensor, choice: Choice) -> OnDevice:
         """Of ``logits`` [S, vocab], without waiting for them."""
-        largest, ids = logits.max(-1)  # the first of equals: the lowest id
+        highest, ids = logits.max(-1)  # the first of equals: the lowest id
+        margins = None
+        if choice.arrays is not None:
+            ids, margins = draw(logits, highest, ids, choice.arrays)
         if logits.device.type != "cuda":
-            return Chosen(ids, largest, ids, None)
-        host_largest, host_ids = (torch.empty(values.shape, dtype=values.dtype, pin_memory=True) for values in (largest, ids))
-        host_largest.copy_(largest, non_blocking=True)
-        host_ids.copy_(ids, non_blocking=True)
+            return OnDevice(ids, ids, highest, margins, None)
+        host_ids, host_highest = _copy(ids), _copy(highest)
+        host_margins = None if margins is None else _copy(margins)
         copied = torch.cuda.Event()
         copied.record()
-        return Chosen(ids, host_largest, host_ids, copied)
+        return OnDevice(ids, host_ids, host_highest, host_margins, copied)
 
-    def wait(self) -> tuple[list[float], list[int]]:
-        """The largest logits and their ids, on the host."""
+    def wait(self) -> Chosen:
         if self.copied is not None:
             self.copied.synchronize()
-        return self.host_largest.tolist(), self.host_ids.tolist()
+        margins = None if self.host_margins is None else self.host_margins.tolist()
+        return Chosen(self.host_highest.tolist(), self.host_ids.tolist(), margins)
 
 
 @dataclass(frozen=True)
 class TorchStep:
     """See :class:`pddbridge.engine.StepUnderWay`. ``logits`` [samples and scored tokens, vocab] f32, None if there are none · ``chosen``:
-    None if no sample is plainly greedy.
+    None if the device chooses no sample · ``counts``: the engine's, of who chose.
     """
 
     step: Step
+    choice: Choice
     logits: torch.Tensor | None
-    chosen: Chosen | None
+    chosen: OnDevice | None
     feeds_next: bool
+    counts: Counter[str]
 
     @staticmethod
-    def of(step: Step, logits: torch.Tensor | None, run_ahead: bool) -> TorchStep:
-        greedy = [greedy_suffices(row.params, row.position) for row in step.samples]
-        chosen = Chosen.of(logits[: len(greedy)]) if logits is not None and any(greedy) else None
-        return TorchStep(step, logits, chosen, run_ahead and bool(greedy) and all(greedy))
+    def of(step: Step, choice: Choice, logits: torch.Tensor | None, run_ahead: bool, counts: Counter[str]) -> TorchStep:
+        on_device = logits is not None and choice.any_on_device
+        chosen = OnDevice.of(logits[: len(step.samples)], choice) if logits is not None and on_device else None
+        return TorchStep(step, choice, logits, chosen, run_ahead and choice.all_on_device, counts)
 
     @torch.inference_mode()
     def result(self) -> StepResult:
+        """Of the logits, only those that the host must look at come to it."""
         if self.logits is None:
             return StepResult(())
-        num_samples = len(self.step.samples)
-        return StepResult(self._records(self.logits[:num_samples]), score(self.logits[num_samples:], self.step.scores))
+        chosen = Chosen((), (), None) if self.chosen is None else self.chosen.wait()
+        records, misfed = self.choice.records(chosen, self._fetch, self.counts)
+        return StepResult(records, score(self.logits[len(self.step.samples) :], self.step.scores), misfed if self.feeds_next else ())
 
-    def _records(self, logits: torch.Tensor) -> tuple[TokenRecord, ...]:
-        """Plain argmax on the device where it is enough; for the others their logits, and only theirs, come to the host."""
-        samples = self.step.samples
-        largest, ids = ([], []) if self.chosen is None else self.chosen.wait()
-        others = [index for index, row in enumerate(samples) if not greedy_suffices(row.params, row.position)]
-        on_host = dict(zip(others, logits[others].cpu().numpy(), strict=True)) if others else {}
-        records = []
-        for index, row in enumerate(samples):
-            if index in on_host:
-                records.append(sample(on_host[index], row.params, row.prompt_ids, row.log_ids, row.position))
-            elif not np.isfinite(largest[index]):
-                raise ValueError(f"logits: the largest of row {row.row} is {largest[index]}, a finite number is needed")
-            else:
-                records.append(TokenRecord(ids[index]))
-        return tuple(records)
+    def _fetch(self, rows: list[int]) -> list[np.ndarray]:
+        assert self.logits is not None
+        return list(self.logits[rows].cpu().numpy())
+
+
+def _copy(values: torch.Tensor) -> torch.Tensor:
+    """On its way to the host."""
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return host.copy_(values, non_blocking=True)

@@ -7,7 +7,7 @@ All calls come from one thread, the worker's step thread. Arrays are numpy, on t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -27,7 +27,8 @@ class EngineConfig:
     ``max_rows`` bounds R of any step; compiled shapes come from buckets up to them. ``compile_cache_dir``: where compiled
     programs survive a restart, None for nowhere. ``num_devices``: over how many of ``device`` the model and its KV are split, by heads;
     what is read and written through the contract is the same for any number. ``run_ahead``: whether a step says ``feeds_next``; of use
-    where the device computes while the host waits.
+    where the device computes while the host waits. ``sample_on_device``: whether the device draws what has a temperature and needs no more
+    than its logits (:mod:`pddbridge.draw_plan`); it always chooses what is plainly greedy.
     """
 
     device: str
@@ -42,6 +43,7 @@ class EngineConfig:
     compile_cache_dir: str | None
     num_devices: int = 1
     run_ahead: bool = False
+    sample_on_device: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,10 +102,15 @@ class Step:
 
 @dataclass(frozen=True)
 class StepResult:
-    """One record per entry of ``Step.samples``, in its order; and per entry of ``Step.scores`` a record of each of its ``next_ids``."""
+    """One record per entry of ``Step.samples``, in its order; and per entry of ``Step.scores`` a record of each of its ``next_ids``.
+
+    ``misfed``: of a step with ``feeds_next`` the samples whose record has another token than the device goes on with: it was in doubt, and
+    the host's stands. Their rows of a step that was started after this one mean nothing.
+    """
 
     records: tuple[TokenRecord, ...]
     scores: tuple[tuple[TokenRecord, ...], ...] = ()
+    misfed: tuple[int, ...] = ()
 
 
 class StepUnderWay(Protocol):
@@ -141,11 +148,16 @@ class KVBlock:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counters since construction. ``compilations`` counts traced-and-compiled programs (0 for engines that compile nothing)."""
+    """Counters since construction. ``compilations`` counts traced-and-compiled programs (0 for engines that compile nothing).
+
+    ``chosen``: sampled tokens by who chose them: "argmax" and "drawn" on the device, "host_" and why not: "off", or what was asked for
+    ("record", "penalties", "bias", "mask", "temperature"), or "doubt", which rounding left.
+    """
 
     compilations: int
     steps: int
     fallbacks: dict[str, int]
+    chosen: dict[str, int] = field(default_factory=dict)
 
 
 class PendingKV(Protocol):
@@ -244,8 +256,8 @@ class RunsAhead(Protocol):
         """As ``Engine.step``, but return as soon as the device was told. Steps, and all other calls, take effect in the order of the calls.
 
         ``after``: the step that was started last, with ``feeds_next``. Then ``step`` has a row for each of its samples, in their order,
-        with the one new token that the sample chooses, whatever ``token_ids`` says; ``log_ids`` of its own samples, all of which must be
-        :func:`pddbridge.sampling.greedy_suffices`, lack that token. Raises ValueError for a step that breaks this.
+        with the one new token that the sample chooses, whatever ``token_ids`` says; ``log_ids`` of its own samples, all of which the
+        device must choose (:func:`pddbridge.choice.why_on_host`), lack that token. Raises ValueError for a step that breaks this.
         """
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from pddbridge.choice import why_on_host
 from pddbridge.engine import MAX_SCORE_LOGPROBS, MAX_SCORED_TOKENS, EngineConfig, KVBlock, Step, StepUnderWay
 from pddbridge.kv_spec import KVSpec, TokenRange
 from pddbridge.model_spec import ModelSpec
-from pddbridge.sampling import greedy_suffices
 
 COMPUTE_DTYPES = ("float32", "bfloat16")
 # bfloat16 with the weights of linear maps as pddbridge.weight_rounding makes them, where an engine has it.
@@ -69,7 +69,7 @@ def check_step(step: Step, config: EngineConfig, vocab_size: int, after: StepUnd
     _check_written_once(step, lens, config)
     _check_samples(step, num_rows, vocab_size, num_unknown=0 if after is None else 1)
     if after is not None:
-        _check_follows(step, after)
+        _check_follows(step, after, config.sample_on_device)
     _check_scores(step, new, vocab_size)
 
 
@@ -129,7 +129,7 @@ def _check_written_once(step: Step, lens: np.ndarray, config: EngineConfig) -> N
         raise ValueError(f"page_tables: page {int(written[uses > 1][0])} is written by a row, allowed once, given more than once")
 
 
-def _check_follows(step: Step, after: StepUnderWay) -> None:
+def _check_follows(step: Step, after: StepUnderWay, draws: bool) -> None:
     if not after.feeds_next:
         raise ValueError("after: given a step whose tokens the host chooses, allowed one with feeds_next")
     if len(step.token_ids) != len(step.context_lens) or step.scores:
@@ -137,8 +137,8 @@ def _check_follows(step: Step, after: StepUnderWay) -> None:
             f"after: given a step of {len(step.context_lens)} rows, {len(step.token_ids)} tokens and {len(step.scores)} scores,"
             " allowed one token per row and no scores"
         )
-    if wrong := [sample.row for sample in step.samples if not greedy_suffices(sample.params, sample.position)]:
-        raise ValueError(f"after: row {wrong[0]} samples what needs the token before it, allowed rows that are plainly greedy")
+    if wrong := [sample.row for sample in step.samples if why_on_host(sample.params, sample.position, draws) is not None]:
+        raise ValueError(f"after: row {wrong[0]} samples what needs the host, allowed rows that the device chooses")
 
 
 def _check_samples(step: Step, num_rows: int, vocab_size: int, num_unknown: int) -> None:

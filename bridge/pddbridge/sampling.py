@@ -42,17 +42,20 @@ def uniform(seed: int, position: int) -> float:
 
 def greedy_suffices(params: SamplingParams, position: int) -> bool:
     """Whether the token is the plain argmax of the logits and nothing else is asked, so an engine may choose on its device."""
-    return (
-        params.temperature == 0.0
-        and params.num_logprobs is None
-        and params.repetition_penalty == 1.0
-        and params.frequency_penalty == 0.0
-        and params.presence_penalty == 0.0
-        and not params.logit_bias
-        and not params.allowed_token_ids
-        and not params.bad_words
-        and (position >= params.min_tokens or not params.stop_set)
-    )
+    return params.temperature == 0.0 and needs_host(params, position) is None
+
+
+def needs_host(params: SamplingParams, position: int) -> str | None:
+    """What is asked of the token at ``position`` that takes more than its logits and one random number; None: nothing."""
+    if params.num_logprobs is not None:
+        return "record"
+    if params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0:
+        return "penalties"
+    if params.logit_bias:
+        return "bias"
+    if params.allowed_token_ids or params.bad_words or (position < params.min_tokens and params.stop_set):
+        return "mask"
+    return None
 
 
 def sample(
@@ -69,12 +72,15 @@ def sample(
     """
     if len(log_ids) != position:
         raise ValueError(f"log_ids: given {len(log_ids)} ids, log position {position} needs exactly the {position} before it")
-    raw = np.asarray(logits, dtype=np.float32)
-    if not np.isfinite(raw.max()):
-        raise ValueError(f"logits: the largest of {raw.size} is {raw.max()}, a finite number is needed")
-    adjusted = adjust_logits(raw, params, prompt_ids, log_ids)
-    token_id = int(adjusted.argmax()) if params.temperature == 0.0 else _draw(adjusted, params, uniform(params.seed, position))
+    raw = _finite(logits)
+    token_id = _choose(adjust_logits(raw, params, prompt_ids, log_ids), params, position)
     return token_record(raw, token_id, params.num_logprobs, params.logprob_token_ids)
+
+
+def sample_plain(logits: np.ndarray, params: SamplingParams, position: int) -> TokenRecord:
+    """As :func:`sample` where :func:`needs_host` finds nothing: no history is needed, and none has to be known."""
+    assert needs_host(params, position) is None, params
+    return TokenRecord(_choose(_finite(logits), params, position))
 
 
 def adjust_logits(
@@ -142,6 +148,17 @@ def token_record(logits: np.ndarray, token_id: int, num_logprobs: int | None, in
     logprobs = (shifted[np.append(top, token_id)] - log_sum).astype(np.float32)
     pairs = zip(top.tolist(), logprobs[:-1].tolist(), strict=True)
     return TokenRecord(token_id, logprob=float(logprobs[-1]), top_logprobs=tuple(pairs))
+
+
+def _finite(logits: np.ndarray) -> np.ndarray:
+    raw = np.asarray(logits, dtype=np.float32)
+    if not np.isfinite(raw.max()):
+        raise ValueError(f"logits: the largest of {raw.size} is {raw.max()}, a finite number is needed")
+    return raw
+
+
+def _choose(adjusted: np.ndarray, params: SamplingParams, position: int) -> int:
+    return int(adjusted.argmax()) if params.temperature == 0.0 else _draw(adjusted, params, uniform(params.seed, position))
 
 
 def _draw(logits: np.ndarray, params: SamplingParams, u: float) -> int:

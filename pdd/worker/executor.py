@@ -296,6 +296,8 @@ class Executor:
     def _landed(self, flight: Flight) -> None:
         result = self._flights.result(flight)
         if result is not None:
+            if result.misfed and self._flight is not None:
+                self._flight = replace(self._flight, misfed=result.misfed)
             self._push_reads.collect()  # what earlier steps computed: it was copied while this one was planned and dispatched
             self._apply(flight, result)
 
@@ -397,4 +399,5 @@ class Executor:
             preemptions=self._admission.num_preemptions,
             compilations_after_ready=stats.compilations - self._compilations_at_start,
             engine_fallbacks=dict(stats.fallbacks),
+            tokens_chosen=dict(stats.chosen),
         )

@@ -19,6 +19,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
@@ -233,7 +234,8 @@ def _engine_factory(config: LaunchConfig, worker: WorkerConfig, model_dir: Path,
         num_threads=worker.threads,
         compile_cache_dir=_compile_cache_dir(cache_dir, worker),
         num_devices=worker.num_devices,
-        run_ahead=worker.run_ahead == "on" or (worker.run_ahead == "auto" and worker.device != "cpu"),
+        run_ahead=_pays(worker.run_ahead, worker.device),
+        sample_on_device=_pays(worker.sample_on_device, worker.device),
     )
     environment = importlib.import_module(f"pdd{worker.engine}.threads").environment
     os.environ.update(environment(worker.threads, worker.device, worker.num_devices, worker.idle_threads == "spin"))
@@ -248,6 +250,11 @@ def _engine_factory(config: LaunchConfig, worker: WorkerConfig, model_dir: Path,
         return create(str(model_dir), engine_config)
 
     return make_engine
+
+
+def _pays(wish: Literal["auto", "on", "off"], device: str) -> bool:
+    """Of what is for devices that compute beside the host."""
+    return wish == "on" or (wish == "auto" and device != "cpu")
 
 
 def _facts(ready: asyncio.Future[EngineFacts]) -> EngineFacts:

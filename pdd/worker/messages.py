@@ -167,6 +167,7 @@ class Snapshot:
     preemptions: int
     compilations_after_ready: int
     engine_fallbacks: dict[str, int]
+    tokens_chosen: dict[str, int]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class Counters:
     """``computed_prompt_tokens``: prompt positions computed here, but for each prompt's last. That one, always the first decode step's
     input, and log positions are ``computed_log_tokens``. Recomputing after a preemption counts again. ``steps_ahead``: steps that were
-    started before the tokens of the step before were known · ``rows_void``: rows of those whose request had ended.
+    started before the tokens of the step before were known · ``rows_void``: rows of those whose request had ended, or that were
+    fed a drawn token which was not confirmed.
     """
 
     steps: int = 0

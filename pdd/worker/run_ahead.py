@@ -3,7 +3,8 @@
 While the device computes step n, the host plans step n + 1 and tells the device, which feeds it with the tokens of step n by itself. So the
 device waits for nobody between two steps. It works where nothing can come between: every row samples, the device chooses every token, and
 nobody else waits for a row or for pages. A request that turns out to have ended with step n has a row too many in step n + 1, which is
-dropped: what it wrote lies past the request's KV, where anything may lie.
+dropped: what it wrote lies past the request's KV, where anything may lie. So is a row that the device fed with a drawn token which the host
+does not confirm (:mod:`pddbridge.draw_plan`); the request's next row computes the right one in the same place.
 """
 
 from __future__ import annotations
@@ -17,25 +18,29 @@ import numpy as np
 from pdd.worker.batch import BatchRow, build_step
 from pdd.worker.metrics import Counters
 from pdd.worker.request import Phase, RequestState
+from pddbridge.choice import why_on_host
 from pddbridge.engine import Engine, SampleRow, Step, StepResult, StepUnderWay, start_step
-from pddbridge.sampling import greedy_suffices
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Flight:
-    """A step that was started, and the row of each of its requests. ``ahead``: it was, before the tokens of the step before were known."""
+    """A step that was started, and the row of each of its requests. ``ahead``: it was, before the tokens of the step before were known ·
+    ``misfed``: rows that the device computes of another token than was chosen (:attr:`pddbridge.engine.StepResult.misfed`).
+    """
 
     rows: tuple[BatchRow, ...]
     step: Step
     under_way: StepUnderWay
     ahead: bool = False
+    misfed: tuple[int, ...] = ()
 
     def counts(self, number: int) -> bool:
-        """Whether row ``number`` is still what its request needs: false for one that ended, or failed, since the step was planned."""
+        """Whether row ``number`` is still what its request needs: false for one that ended, or failed, since the step was planned, or that
+        computes another token."""
         request, row = self.rows[number].request, self.rows[number]
-        wanted = request.decode or not row.samples
+        wanted = (request.decode or not row.samples) and number not in self.misfed
         return request.phase is Phase.ACTIVE and wanted and request.kv_len == int(self.step.context_lens[number])
 
     def leaves_out(self, requests: Iterable[RequestState]) -> bool:
@@ -67,7 +72,8 @@ class Flights:
 
     def start_behind(self, flight: Flight) -> Flight | None:
         """The step that follows ``flight``, which nobody has waited for; None where there is none, or it failed."""
-        step = step_behind(flight, self._engine.config.page_size, self._grow)
+        config = self._engine.config
+        step = step_behind(flight, config.page_size, self._grow, config.sample_on_device)
         if step is None:
             return None
         self._counters.steps_ahead += 1
@@ -92,9 +98,11 @@ class Flights:
             return None
 
 
-def step_behind(flight: Flight, page_size: int, grow: Callable[[RequestState, int], bool]) -> Step | None:
-    """The decode step that follows ``flight``, every row one token further; None where it cannot be known. ``grow``: as above."""
-    goes_on = all(flight.counts(number) and _goes_on(row) for number, row in enumerate(flight.rows))
+def step_behind(flight: Flight, page_size: int, grow: Callable[[RequestState, int], bool], draws: bool) -> Step | None:
+    """The decode step that follows ``flight``, every row one token further; None where it cannot be known. ``grow``: as above · ``draws``:
+    whether the device draws.
+    """
+    goes_on = all(flight.counts(number) and _goes_on(row, draws) for number, row in enumerate(flight.rows))
     if not (goes_on and flight.under_way.feeds_next):
         return None
     lens = flight.step.context_lens + np.diff(flight.step.row_starts)
@@ -109,7 +117,7 @@ def step_behind(flight: Flight, page_size: int, grow: Callable[[RequestState, in
     return Step(unknown, starts, lens, page_tables, samples)
 
 
-def _goes_on(row: BatchRow) -> bool:
+def _goes_on(row: BatchRow, draws: bool) -> bool:
     """Whether the request of ``row`` takes another token after the one that the row samples, unless that one ends it."""
     request = row.request
     if not row.samples or row.scores:
@@ -117,7 +125,7 @@ def _goes_on(row: BatchRow) -> bool:
     log_len = request.log_len + 1
     full = len(request.tokens) + 1 >= request.max_context_tokens or log_len >= request.params.max_tokens
     limited = request.propose_limit is not None and log_len >= request.propose_limit
-    return not full and not limited and greedy_suffices(request.params, log_len)
+    return not full and not limited and why_on_host(request.params, log_len, draws) is None
 
 
 def _next_sample(number: int, request: RequestState) -> SampleRow:

@@ -155,6 +155,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             host_hit_tokens=snapshot.host.hit_tokens,
             host_pages_lost=snapshot.host_pages_lost,
             engine_fallbacks=snapshot.engine_fallbacks,
+            tokens_chosen=snapshot.tokens_chosen,
             kv_pushes=links.num_opened,
             kv_link_fallbacks=links.fallbacks,
             kv_wire_bytes_received=incoming.wire_bytes_received,

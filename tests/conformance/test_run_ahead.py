@@ -83,7 +83,7 @@ def test_what_is_read_and_written_between_takes_effect_in_order(engine: Engine) 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ("sampled", "plainly greedy"),
+        ("sampled", "needs the host"),
         ("rows", "other rows"),
         ("stranger", "another step|feeds_next"),
         ("not fed", "feeds_next"),

@@ -13,12 +13,12 @@ from functools import cache
 
 import numpy as np
 
+from pddbridge.choice import why_on_host
 from pddbridge.engine import EngineConfig, EngineStats, KVBlock, Step, StepResult, StepUnderWay
 from pddbridge.engine_checks import check_step
 from pddbridge.kv_layout import KVLayout, token_major
 from pddbridge.kv_spec import HeadRange, KVSpec, LayerRange, TokenRange
 from pddbridge.model_spec import ModelSpec
-from pddbridge.sampling import greedy_suffices
 from pddbridge.sampling_params import TokenRecord
 from tests.support.specs import llama_spec
 
@@ -60,7 +60,10 @@ def blocks_of(tokens: Sequence[int], wanted: TokenRange) -> tuple[KVBlock, ...]:
 
 @dataclass(frozen=True)
 class FakeStep:
+    """``fed``: the tokens that a step behind this one goes on with."""
+
     done: StepResult
+    fed: tuple[int, ...]
     feeds_next: bool
     fails: bool
 
@@ -71,7 +74,9 @@ class FakeStep:
 
 
 class FakeEngine:
-    """``before_step`` is called in the step thread before each step; it may block or raise."""
+    """``before_step`` is called in the step thread before each step; it may block or raise. ``misfeeds``: whether the device goes on with
+    another token than the one at that log position, if it draws it.
+    """
 
     def __init__(
         self,
@@ -84,9 +89,12 @@ class FakeEngine:
         before_step: Callable[[Step], None] | None = None,
         weights: str = "weights",
         run_ahead: bool = False,
+        sample_on_device: bool = False,
+        misfeeds: Callable[[int], bool] = lambda position: False,
     ) -> None:
         sizes = (page_size, num_pages, max_context, max_step_tokens, max_rows)
-        self._config = EngineConfig("cpu", "float32", "float32", *sizes, 1, None, run_ahead=run_ahead)
+        self._config = EngineConfig("cpu", "float32", "float32", *sizes, 1, None, run_ahead=run_ahead, sample_on_device=sample_on_device)
+        self._misfeeds = misfeeds
         self._pages = {p: np.full((num_pages, page_size, NUM_LAYERS, NUM_HEADS, HEAD_DIM), np.nan, np.float32) for p in ("k", "v")}
         self._before_step = before_step
         self._weights = weights
@@ -150,10 +158,14 @@ class FakeEngine:
         if after is not None:
             assert isinstance(after, FakeStep)
             check_step(step, self._config, VOCAB, after)
-            step = replace(step, token_ids=np.array([record.token_id for record in after.done.records], np.int32))
+            step = replace(step, token_ids=np.array(after.fed, np.int32))
         done = self.step(step)
-        greedy = all(greedy_suffices(sample.params, sample.position) for sample in step.samples)
-        return FakeStep(done, self._config.run_ahead and greedy, self.result_fails)
+        chosen = all(why_on_host(sample.params, sample.position, self._config.sample_on_device) is None for sample in step.samples)
+        drawn = [sample.params.temperature > 0 and self._misfeeds(sample.position) for sample in step.samples]
+        misfed = tuple(i for i, wrong in enumerate(drawn) if wrong)
+        fed = tuple((record.token_id + wrong) % VOCAB for record, wrong in zip(done.records, drawn, strict=True))
+        feeds_next = self._config.run_ahead and chosen
+        return FakeStep(replace(done, misfed=misfed if feeds_next else ()), fed, feeds_next, self.result_fails)
 
     def logits(self, step: Step) -> np.ndarray:
         result = self.step(step)

@@ -210,6 +210,63 @@ def test_any_order_of_events_gives_the_tokens_of_each_request_alone(seed: int) -
     driver.assert_idle()
 
 
+def drawn(max_tokens: int, stops: Sequence[int] = ()) -> SamplingParams:
+    return SamplingParams(seed=1, max_tokens=max_tokens, stop_token_ids=frozenset(stops))
+
+
+def test_drawn_tokens_are_run_ahead_of_and_one_that_is_not_confirmed_is_computed_again() -> None:
+    """Every fourth position is fed wrong: its row is void, the request goes on with the right token, neighbours do not notice."""
+    driver = ExecutorDriver(FakeEngine(run_ahead=True, sample_on_device=True, misfeeds=lambda position: position % 4 == 1))
+    driver.open("drawn", PROMPT[:5], params=drawn(20))
+    driver.open("greedy", PROMPT[:7], params=greedy(20))
+    driver.run()
+    assert driver.log("drawn") == expected_log(PROMPT[:5], 20)
+    assert driver.log("greedy") == expected_log(PROMPT[:7], 20)
+    _, ahead, void = counts(driver)
+    assert void == 5, "positions 1, 5, 9, 13 and 17"
+    assert ahead > 10
+    for name in ("drawn", "greedy"):
+        driver.close(name)
+    driver.assert_idle()
+    driver.open("again", [*PROMPT[:5], *expected_log(PROMPT[:5], 20), 7], params=greedy(5))
+    driver.run()
+    assert driver.log("again") == expected_log([*PROMPT[:5], *expected_log(PROMPT[:5], 20), 7], 5), (
+        "the cache holds nothing that was fed wrong"
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_wrong_feeds_at_any_moment_change_no_token(seed: int) -> None:
+    rng = random.Random(seed)
+    engine = FakeEngine(
+        run_ahead=True,
+        sample_on_device=True,
+        misfeeds=lambda _: rng.random() < 0.3,
+        page_size=3,
+        num_pages=14,
+        max_step_tokens=6,
+        max_rows=3,
+    )
+    driver, wanted = ExecutorDriver(engine), {}
+    for number in range(6):
+        for _ in range(rng.randint(0, 6)):
+            driver.step()
+        prompt, length = [rng.randrange(3) for _ in range(rng.randint(1, 12))], rng.randint(1, 18)
+        full = expected_log(prompt, length)
+        stops = [rng.choice(full)] if rng.random() < 0.5 else []
+        wanted[f"r{number}"] = full[: next((i + 1 for i, token_id in enumerate(full) if token_id in stops), length)]
+        driver.open(f"r{number}", prompt, params=drawn(length, stops))
+        if number >= 2:
+            driver.run(2000)
+            for name in [name for name in wanted if driver.log(name) == wanted[name]]:
+                driver.close(name)
+    driver.run(2000)
+    for name, log in wanted.items():
+        assert driver.log(name) == log
+        driver.close(name)
+    driver.assert_idle()
+
+
 def test_the_random_orders_do_run_ahead_and_do_drop_rows() -> None:
     driver = driver_of(page_size=3, num_pages=30)
     void = 0
