@@ -12,4 +12,4 @@ from pddbridge.native_build import compiled
 @functools.cache
 def load(cache_dir: str | None) -> ctypes.CDLL:
     """Raises NativeUnavailableError: see :func:`pddbridge.native_build.compiled`, also for ``cache_dir``."""
-    return compiled("bridge", Path(__file__).parent, ("-pthread",), cache_dir)
+    return compiled("bridge", Path(__file__).parent, (), cache_dir)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable
 from typing import Final
 
@@ -17,29 +16,14 @@ Copy = Callable[[np.ndarray, np.ndarray], None]
 
 # Below this the copy is still in the caches when it is read.
 _SMALLEST_BYTES: Final = 256 << 10
-# Below this one thread is done before another has been awakened.
-_SMALLEST_SHARED_BYTES: Final = 1 << 20
-# One core fills memory at half its rate, two at nearly all of it.
-_MOST_THREADS: Final = 2
-
-
-def default_threads() -> int:
-    """As many as there are cores for this process, up to two."""
-    return min(_MOST_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
 class NativeCopy:
-    """For any thread, alone or with ``num_threads - 1`` others (None: see :func:`default_threads`). These sleep between copies and are the
-    process's: two copies at once share none. Raises ValueError for fewer than one, NativeUnavailableError as
-    :func:`pddbridge.native_build.compiled`, which says what ``cache_dir`` is.
-    """
+    """Any thread; Raises NativeUnavailableError: see :func:`pddbridge.native_build.compiled`, for ``cache_dir`` as well."""
 
-    def __init__(self, cache_dir: str | None, num_threads: int | None = None) -> None:
-        self._num_threads = default_threads() if num_threads is None else num_threads
-        if self._num_threads < 1:
-            raise ValueError(f"num_threads: given {num_threads}, must be 1 or more")
+    def __init__(self, cache_dir: str | None) -> None:
         self._copy = load(cache_dir).pdd_copy
-        self._copy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
+        self._copy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
         self._copy.restype = None
 
     def __call__(self, to: np.ndarray, what: np.ndarray) -> None:
@@ -50,7 +34,7 @@ class NativeCopy:
         if len(to) < _SMALLEST_BYTES:
             plain_copy(to, what)
         else:
-            self._copy(to.ctypes.data, what.ctypes.data, len(to), self._num_threads if len(to) >= _SMALLEST_SHARED_BYTES else 1)
+            self._copy(to.ctypes.data, what.ctypes.data, len(to))
 
 
 def plain_copy(to: np.ndarray, what: np.ndarray) -> None:
@@ -58,11 +42,9 @@ def plain_copy(to: np.ndarray, what: np.ndarray) -> None:
     to[...] = what
 
 
-def fastest_copy(cache_dir: str | None, num_threads: int | None = None) -> tuple[Copy, dict[str, int]]:
-    """Past the caches, by ``num_threads`` as :class:`NativeCopy` says; a plain one, and why as a counted fallback, where that cannot be
-    compiled.
-    """
+def fastest_copy(cache_dir: str | None) -> tuple[Copy, dict[str, int]]:
+    """Past the caches; a plain one, and why as a counted fallback, where that cannot be compiled."""
     try:
-        return NativeCopy(cache_dir, num_threads), {}
+        return NativeCopy(cache_dir), {}
     except NativeUnavailableError as error:
         return plain_copy, {error.reason: 1}

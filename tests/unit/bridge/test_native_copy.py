@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import shutil
-import threading
 
 import numpy as np
 import pytest
 
 from pddbridge.native import copy as native
-from pddbridge.native.copy import NativeCopy, default_threads, fastest_copy, plain_copy
+from pddbridge.native.copy import NativeCopy, fastest_copy, plain_copy
 from pddbridge.native_build import NO_COMPILER
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_every_size_at_every_place_and_nothing_beside_it(monkeypatch: pytest.MonkeyPatch, num_threads: int) -> None:
+def test_every_size_at_every_place_and_nothing_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_SMALLEST_BYTES", 0)
-    monkeypatch.setattr(native, "_SMALLEST_SHARED_BYTES", 0)
-    copy, rng = NativeCopy(None, num_threads), np.random.default_rng(0)
+    copy, rng = NativeCopy(None), np.random.default_rng(0)
     source = rng.integers(0, 256, 1 << 20, np.uint8)
     for size in [*range(700), *(int(size) for size in rng.integers(700, 900_000, 40))]:
         at, start = int(rng.integers(1, 130)), int(rng.integers(0, 130))
@@ -28,40 +25,11 @@ def test_every_size_at_every_place_and_nothing_beside_it(monkeypatch: pytest.Mon
         assert (target[at + size :] == 0xA5).all()
 
 
-def test_copies_of_several_threads_at_once_share_their_helpers_and_nothing_else() -> None:
-    copy, size = NativeCopy(None, 3), (1 << 20) + 77
-    source, wrong = np.random.default_rng(1).integers(0, 256, size + 64, np.uint8), list[int]()
-
-    def copy_often(first: int) -> None:
-        target = np.empty(size, np.uint8)
-        for round_number in range(60):
-            target[:] = 0
-            start = (first + round_number) % 64
-            copy(target, source[start : start + size])
-            if not np.array_equal(target, source[start : start + size]):
-                wrong.append(start)
-
-    threads = [threading.Thread(target=copy_often, args=(first,)) for first in (0, 20, 40)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-
-
 def test_what_does_not_fit_is_refused() -> None:
     copy, whole = NativeCopy(None), np.zeros(600_000, np.uint8)
     for to, what in ((whole, whole[1:]), (whole[::2], whole[: len(whole) // 2]), (whole, whole.view(np.int8))):
         with pytest.raises(ValueError, match="copy"):
             copy(to, what)
-
-
-def test_it_takes_no_more_threads_than_there_are_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cores, num_threads in (({3}, 1), ({3, 5}, 2), (set(range(64)), 2)):
-        monkeypatch.setattr("os.sched_getaffinity", lambda pid, cores=cores: cores)
-        assert default_threads() == num_threads
-    with pytest.raises(ValueError, match="num_threads"):
-        NativeCopy(None, 0)
 
 
 def test_without_a_compiler_a_plain_copy_stands_in_and_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
