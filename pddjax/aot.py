@@ -16,14 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from pddbridge.draw_plan import DrawArrays, draw_plan
 from pddbridge.engine import EngineConfig
 from pddbridge.engine_checks import INT8
 from pddbridge.model_spec import ModelSpec, plain_spec
 from pddbridge.rope import RopeSpec
 from pddjax.batch import DecodeBatch, RaggedBatch, empty_decode, empty_ragged
+from pddjax.draw import draw
 from pddjax.programs import ModelFunctions
 from pddjax.sharded import ShardedFunctions
-from pddjax.sharding import AXIS, PAGES, REPLICATED, TensorParallel, global_leaves, partition_specs, shard_of
+from pddjax.sharding import AXIS, LOGITS, PAGES, REPLICATED, TensorParallel, global_leaves, partition_specs, shard_of
 from pddkernels.jax_ops import JaxOps, choose
 from pddkernels.shapes import MODEL_SHAPES, ModelShape
 from pddkernels.targets.cases import DECODE, PREFILL, Phase
@@ -59,7 +61,9 @@ class Setup:
 
 
 def cases(chosen: Target, compute_dtypes: Collection[str]) -> list[Case]:
-    """A prefill chunk of 2,048 tokens, decode of 64 rows and the head of 64 rows, for each of the target's models in ``compute_dtypes``."""
+    """A prefill chunk of 2,048 tokens, decode of 64 rows, the head of 64 rows and, without int8, drawing 64 tokens, for each of the
+    target's models in ``compute_dtypes``.
+    """
     mesh = Mesh(devices(chosen), (AXIS,))
     found = []
     for model, compute_dtype in _MODELS[chosen.name]:
@@ -73,6 +77,8 @@ def cases(chosen: Target, compute_dtypes: Collection[str]) -> list[Case]:
             what = f"step: {name}, {phase.name}, KV pool of {kv_tokens:,} tokens"
             found.append(Case("step", what, partial(compile_it, setup, shape, phase), chosen.num_devices))
         found.append(Case("step", f"head: {name}, {len(DECODE.rows)} rows", partial(_head, setup, shape), chosen.num_devices))
+        if compute_dtype != INT8:  # the logits are the same
+            found.append(Case("step", f"draw: {name}, {len(DECODE.rows)} rows", partial(_draw, shape, mesh), chosen.num_devices))
     return found
 
 
@@ -162,6 +168,20 @@ def _head(setup: Setup, shape: ModelShape) -> Compiled:
     weights = shape.vocab_size * shape.hidden_size / setup.mesh.size
     work = Work(2.0 * num_rows * weights, weights * _weight_itemsize(setup))
     return facts(compile_for_tpu(lambda leaves, hidden: setup.functions.head(leaves, hidden, num_rows), (setup.leaves, hidden)), work)
+
+
+def _draw(shape: ModelShape, mesh: Mesh) -> Compiled:
+    """No matrix products: a pass over the logits, split on the vocabulary, is the least."""
+    num_rows = len(DECODE.rows)
+
+    def row(dtype: np.dtype | type) -> jax.ShapeDtypeStruct:
+        return argument((num_rows,), dtype, mesh, REPLICATED)
+
+    logits = argument((shape.vocab_size, num_rows), jnp.float32, mesh, LOGITS)
+    plan = DrawArrays(*(row(values.dtype) for values in draw_plan((), (), shape.vocab_size, 0.0, num_rows).arrays))
+    with jax.enable_x64(True):
+        compiled = compile_for_tpu(draw, (logits, row(np.float32), row(np.int32), plan))
+    return facts(compiled, Work(0.0, shape.vocab_size * num_rows * 4 / mesh.size))
 
 
 def main() -> None:
