@@ -106,6 +106,7 @@ def engine(
     steps: Annotated[int, typer.Option(help="decode steps per case and round")] = 32,
     rounds: Annotated[int, typer.Option(help="rounds; figures are medians")] = 5,
     threads: Annotated[int, typer.Option(help="compute threads of each subject")] = 2,
+    step_tokens: Annotated[int, typer.Option(help="of a prompt that an engine computes at a time; generate takes all at once")] = 512,
     json_file: Annotated[Path | None, typer.Option("--json", callback=writable, help="write the rows here")] = None,
 ) -> None:
     """Prefill and decode throughput per engine and dtype, beside Hugging Face's generate and the machine's own limits."""
@@ -126,6 +127,7 @@ def engine(
             decode_steps=steps,
             rounds=rounds,
             threads=threads,
+            step_tokens=step_tokens,
         )
         show(run(resolve(model, cache_dir()), cache_dir(), plan, console, json_file), console)
     except (ValueError, OSError, ChildError) as error:

@@ -29,7 +29,8 @@ _ENGINES = ("jax", "torch")
 @dataclass(frozen=True)
 class Plan:
     """``subjects``: (engine, compute dtype) pairs. Every dtype among them is measured with Hugging Face's generate, too; "int8" weights
-    are compared with its bfloat16. Raises ValueError naming the field.
+    are compared with its bfloat16 · ``step_tokens``: of a prompt that an engine computes at a time, where generate takes all at once.
+    Raises ValueError naming the field.
     """
 
     subjects: tuple[tuple[str, str], ...]
@@ -41,13 +42,14 @@ class Plan:
     rounds: int = 5
     threads: int = 2
     kv_dtype: str = "bfloat16"
+    step_tokens: int = 512
 
     def __post_init__(self) -> None:
         for engine, dtype in self.subjects:
             if engine not in _ENGINES or dtype not in WEIGHT_BYTES:
                 allowed = f"one of {', '.join(_ENGINES)}, a colon, and one of {', '.join(WEIGHT_BYTES)}"
                 raise ValueError(f"subjects: given {engine}:{dtype}, allowed {allowed}")
-        counts = (*self.streams, self.context, *self.prompts, self.decode_steps, self.rounds, self.threads)
+        counts = (*self.streams, self.context, *self.prompts, self.decode_steps, self.rounds, self.threads, self.step_tokens)
         if not self.subjects or min(counts) < 1:
             raise ValueError(f"bench engine: needs at least one engine and counts of at least 1, given {self}")
 
@@ -120,6 +122,7 @@ def _arguments(engine: str, dtype: str, model_dir: Path, cache_dir: Path, plan: 
         "--cache-dir": cache_dir,
         "--max-context": longest,
         "--max-streams": max(plan.streams),
+        "--step-tokens": plan.step_tokens,
     }
     return [str(part) for option in options.items() for part in option]
 

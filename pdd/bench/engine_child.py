@@ -1,6 +1,7 @@
 """A measuring child of ``pdd bench engine``: one engine, or Hugging Face's generate, in a process of its own. Composition root.
 
 python -m pdd.bench.engine_child --subject jax|torch|hf --dtype D --kv-dtype D --threads N --model-dir DIR --max-context N --max-streams N
+    --step-tokens N
 
 Answers on the stdout it was started with; whatever libraries print goes to stderr.
 """
@@ -22,7 +23,6 @@ from pddbridge.engine import Engine, EngineConfig, EngineFactory, SampleRow, Ste
 from pddbridge.sampling_params import SamplingParams
 
 _PAGE_SIZE = 16
-_CHUNK_TOKENS = 512
 _NO_IDS = np.zeros(0, np.int32)
 _GREEDY = SamplingParams(seed=0, max_tokens=1_000_000, temperature=0.0)
 
@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--subject", choices=("jax", "torch", "hf"), required=True)
     for option in ("--dtype", "--kv-dtype", "--model-dir", "--cache-dir"):
         parser.add_argument(option, required=True)
-    for option in ("--threads", "--max-context", "--max-streams"):
+    for option in ("--threads", "--max-context", "--max-streams", "--step-tokens"):
         parser.add_argument(option, type=int, required=True)
     given = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -127,7 +127,7 @@ def _subject(given: argparse.Namespace) -> Subject:
         page_size=_PAGE_SIZE,
         num_pages=given.max_streams * -(-context // _PAGE_SIZE),
         max_context_tokens=context,
-        max_step_tokens=_CHUNK_TOKENS,
+        max_step_tokens=given.step_tokens,
         max_rows=given.max_streams,
         num_threads=given.threads,
         compile_cache_dir=os.path.join(given.cache_dir, "compiled", given.subject),

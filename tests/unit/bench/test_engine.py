@@ -47,7 +47,17 @@ def test_integer_weights_are_compared_with_bfloat16() -> None:
 @pytest.mark.system
 def test_a_real_run(tmp_path: Path) -> None:
     model_dir = make_tiny_llama(tmp_path / "m", max_context=64)
-    plan = Plan((("torch", "float32"),), streams=(1, 2), context=7, long_context=None, prompts=(9,), decode_steps=3, rounds=2, threads=1)
+    plan = Plan(
+        (("torch", "float32"),),
+        streams=(1, 2),
+        context=7,
+        long_context=None,
+        prompts=(9,),
+        decode_steps=3,
+        rounds=2,
+        threads=1,
+        step_tokens=4,
+    )
     rows = run(model_dir, tmp_path / "cache", plan, Console(quiet=True), tmp_path / "rows.json")
     assert [(r.engine, r.phase, r.streams, r.context) for r in rows] == [
         (engine, *case) for case in (("prefill", 1, 9), ("decode", 1, 7), ("decode", 2, 7)) for engine in ("hf", "torch")
