@@ -146,12 +146,31 @@ def test_products(outs: int, ins: int, columns: int) -> None:
     assert np.abs(got - want).max() <= 1e-6 * (np.abs(weight).astype(np.float64) @ np.abs(x)).max()
 
 
+@pytest.mark.parametrize("columns", [1, 2, 3, 4, 5, 8, 9, 100])
+@pytest.mark.parametrize(("outs", "ins"), [(1, 1), (12, 32), (25, 33), (960, 576), (13, 1500)])
+def test_products_with_int8_weights(outs: int, ins: int, columns: int) -> None:
+    """Whatever is left over of rows, of inputs and of columns; a column's are the same to the bit beside any others."""
+    rng = np.random.default_rng(outs)
+    weight = rng.integers(-127, 128, (outs, ins), np.int8)
+    x = jnp.asarray(rng.standard_normal((ins, columns)), jnp.bfloat16)
+    product = jax.jit(ops_for(1, 64, "bfloat16").product)
+    assert "pdd_product_int8" in product.lower(weight, x).as_text()
+    got, exact = np.asarray(product(weight, x)), np.asarray(x.astype(jnp.float32)).astype(np.float64)
+    assert got.dtype == np.float32
+    assert got.shape == (outs, columns)
+    assert np.abs(got - weight @ exact).max() <= 1e-6 * (np.abs(weight.astype(np.float64)) @ np.abs(exact)).max()
+    alone = np.asarray(product(weight, x[:, -1:]))
+    assert np.array_equal(alone, got[:, -1:])
+
+
 def test_what_native_kernels_do_not_take_goes_the_portable_way() -> None:
     ops = ops_for(1, 64, "bfloat16")
     text = jax.jit(ops.product).lower(jnp.zeros((4, 8)), jnp.zeros((8, 17))).as_text()
     assert "pdd_product" not in text
     halves = jax.jit(ops.product).lower(jnp.zeros((4, 8), jnp.bfloat16), jnp.zeros((8, 4), jnp.bfloat16)).as_text()
     assert "pdd_product" not in halves
+    wide = jax.jit(ops.product).lower(jnp.zeros((4, 8), jnp.int8), jnp.zeros((8, 4))).as_text()
+    assert "pdd_product" not in wide
     assert "pdd_product" in jax.jit(ops.product).lower(jnp.zeros((4, 8)), jnp.zeros((8, 16))).as_text()
     unserved = choose(
         jax.devices("cpu")[0], num_heads=1, kv_heads=1, head_dim=8, kv_dtype=jnp.dtype("float16"), max_rows=1, pages_per_row=1

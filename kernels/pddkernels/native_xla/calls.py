@@ -16,8 +16,9 @@ from pddkernels.native.build import compiled
 from pddkernels.ragged_paged_attention.options import AttentionOptions
 
 _SOURCES: Final = Path(__file__).parent
-_TARGETS: Final = ("pdd_product", "pdd_attend_decode", "pdd_attend_ragged", "pdd_layer", "pdd_head")
+_TARGETS: Final = ("pdd_product", "pdd_product_int8", "pdd_attend_decode", "pdd_attend_ragged", "pdd_layer", "pdd_head")
 _COLUMNS: Final = (1, 4, 8, 16)
+_INT8_COLUMNS: Final = (1, 2, 4)  # or a multiple of 8
 MAX_HEAD_DIM: Final = 512  # native/numbers.h
 
 _registering: Final = threading.Lock()
@@ -42,13 +43,19 @@ def _register(cache_dir: str | None) -> None:
 
 
 def has_product(weight: jax.Array, x: jax.Array) -> bool:
-    """Whether :func:`product` takes these: float32, and as few columns as it is for."""
+    """Whether :func:`product` takes these: float32, and as few columns as it is for, or weights in int8 with bfloat16."""
+    if weight.dtype == jnp.int8:
+        return x.dtype == jnp.bfloat16
     return weight.dtype == x.dtype == jnp.float32 and x.shape[1] <= _COLUMNS[-1]
 
 
 def product(weight: jax.Array, x: jax.Array) -> jax.Array:
-    """``weight [out, in] @ x [in, T]`` in float32."""
+    """``weight [out, in] @ x [in, T]``, sums in float32. With int8 weights a column's do not depend on the others."""
     num_columns = x.shape[1]
+    if weight.dtype == jnp.int8:
+        padded = next((columns for columns in _INT8_COLUMNS if columns >= num_columns), -(-num_columns // 8) * 8)
+        columns = jnp.pad(x, ((0, 0), (0, padded - num_columns))).T
+        return _call("pdd_product_int8", (weight.shape[0], padded))(weight, columns)[:, :num_columns]
     padded = next(columns for columns in _COLUMNS if columns >= num_columns)
     out = _call("pdd_product", (weight.shape[0], padded))(weight, jnp.pad(x, ((0, 0), (0, padded - num_columns))))
     return out[:, :num_columns]
