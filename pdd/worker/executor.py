@@ -23,9 +23,10 @@ from pdd.worker.push_feed import PushFeed
 from pdd.worker.push_reads import PushReads
 from pdd.worker.request import IngestError, Phase, RequestState
 from pdd.worker.run_ahead import Flight, Flights
-from pdd.worker.scheduler import RowDemand, StepBudget, plan_step
+from pdd.worker.scheduler import StepBudget
+from pdd.worker.step_rows import StepRows
 from pdd.worker.token_sequence import TokenSequence
-from pddbridge.engine import MAX_SCORED_TOKENS, Engine, StepResult
+from pddbridge.engine import Engine, StepResult
 from pddbridge.kv_spec import TokenRange
 
 logger = logging.getLogger(__name__)
@@ -58,12 +59,13 @@ class Executor:
         self._engine = engine
         self._emit = emit
         self._limits = limits
-        self._budget = StepBudget(config.max_step_tokens, config.max_rows, limits.max_decode_wait_chunks)
         self._max_context_tokens = min(config.max_context_tokens, engine.spec.max_context_tokens)
         self._memory = KVMemory(config.num_pages, config.page_size, engine, use_prefix_cache, limits.host_cache_bytes)
         self._requests: dict[str, RequestState] = {}  # in order of arrival
         self._service = TenantService()
         self._admission = Admission(self._memory, self._service)
+        budget = StepBudget(config.max_step_tokens, config.max_rows, limits.max_decode_wait_chunks)
+        self._rows = StepRows(self._requests, self._admission, self._service, budget, self._fail)
         self._num_opened = 0
         self._push_reads = PushReads(engine, emit, self._fail)
         self._counters = Counters()
@@ -120,7 +122,7 @@ class Executor:
         """Run a planned step or end the one under way, and start the next meanwhile where that can be. False when no row could run."""
         flight, self._flight = self._flight, None
         if flight is None:
-            rows = self._plan_rows()
+            rows = self._rows.plan()
             if not rows:
                 self._push_reads.collect()
                 return False
@@ -308,7 +310,7 @@ class Executor:
 
     def _apply(self, flight: Flight, result: StepResult) -> None:
         records, scores = iter(result.records), iter(result.scores)
-        self._count_waiting(flight.rows)
+        self._rows.count_waiting(flight.rows)
         for number, row in enumerate(flight.rows):
             if not flight.counts(number):
                 if row.samples:
@@ -335,16 +337,6 @@ class Executor:
                 self._emit(request.request_id, m.Tokens(request.log_len - 1, (record,)))
                 self._settle(request)
 
-    def _count_waiting(self, rows: Sequence[BatchRow]) -> None:
-        """Before what ``rows`` computed counts: which decode rows stood behind a chunk."""
-        served = {row.request.request_id for row in rows}
-        has_chunk = any(not (row.samples and row.num_tokens == 1) for row in rows)
-        for request in self._requests.values():
-            if request.request_id in served or not request.is_decode_row:
-                request.chunks_waited = 0
-            elif has_chunk:
-                request.chunks_waited += 1
-
     def _read_for_push(self, request: RequestState) -> None:
         """Prefix hits are pushed like computed positions."""
         if request.phase is Phase.ACTIVE:
@@ -356,37 +348,6 @@ class Executor:
         self._push_reads.forget(request)
         request.phase = Phase.OVER
         self._emit(request.request_id, m.Failed(code, message))
-
-    def _plan_rows(self) -> list[BatchRow]:
-        """Rows that have pages for their new tokens. Who gets none stands still in this step, and its place goes to another."""
-        stalled: set[str] = set()
-        while True:
-            able = [r for r in self._requests.values() if r.phase is Phase.ACTIVE and r.num_pending and r.request_id not in stalled]
-            scored = [r for r in able if r.scores_pending]
-            demands = [self._demand(r) for r in able if r not in scored[1:]]
-            if not demands:
-                return []
-            rows = [BatchRow(self._requests[p.request_id], p.num_tokens, p.samples) for p in plan_step(demands, self._budget).rows]
-            stalled |= {row.request.request_id for row in rows if not self._has_pages(row)}
-            # The growth of a later row may have taken the pages of an earlier one.
-            if all(row.request.phase is Phase.ACTIVE and row.request.request_id not in stalled for row in rows):
-                return rows
-
-    def _demand(self, r: RequestState) -> RowDemand:
-        """One request is scored at a time, so many tokens a step as an engine scores."""
-        most = min(r.num_pending, MAX_SCORED_TOKENS) if r.scores_pending else r.num_pending
-        samples = r.decode and most == r.num_pending
-        return RowDemand(r.request_id, r.order, most, samples, r.last_step, r.chunks_waited, self._service.of(r.tenant))
-
-    def _has_pages(self, row: BatchRow) -> bool:
-        request, num_tokens = row.request, row.request.kv_len + row.num_tokens
-        if request.phase is not Phase.ACTIVE:
-            return False
-        if self._admission.grow(request, num_tokens, self._requests.values()):
-            return True
-        if request.phase is Phase.ACTIVE and not any(r.pages for r in self._requests.values() if r is not request):
-            self._fail(request, Code.RESOURCE_EXHAUSTED, f"{num_tokens} tokens never fit this worker's pages")
-        return False
 
     def _snapshot(self) -> m.Snapshot:
         stats = self._engine.stats()
