@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import threading
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from types import TracebackType
 
 import grpc.aio
+import pytest
 
 from pdd.worker.executor import ExecutorLimits
 from pdd.worker.kv_codecs import CodecChoice
@@ -15,7 +17,7 @@ from pdd.worker.open_command import Receivers
 from pdd.worker.service import Runtime, WorkerService
 from pdd.worker.step_loop import StepLoop
 from pdd.worker.transfers import KVTraffic
-from pddbridge.engine import Engine
+from pddbridge.engine import Engine, Step
 from pddbridge.fingerprint import fingerprint
 from pddbridge.links.nixl import NixlAgent
 from pddbridge.links.tcp import PROTOCOL_VERSION, Handshake
@@ -224,3 +226,34 @@ class Attached:
     async def _requests(self) -> AsyncIterator[worker_pb2.WorkerCommand]:
         while (command := await self._commands.get()) is not None:
             yield command
+
+
+class Gate:
+    """Holds the step thread before a step until it is opened; ``reached`` tells that it stands there."""
+
+    def __init__(self, opened: bool = False) -> None:
+        self.reached = threading.Event()
+        self._open = threading.Event()
+        if opened:
+            self._open.set()
+
+    def __call__(self, step: Step) -> None:
+        self.reached.set()
+        assert self._open.wait(10), "the gate was never opened"
+
+    def close(self) -> None:
+        self.reached.clear()
+        self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()
+
+    async def until_reached(self) -> None:
+        assert await asyncio.to_thread(self.reached.wait, 10)
+
+
+async def status_of(stream: Attached) -> grpc.StatusCode:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stream.next()
+    code: grpc.StatusCode = caught.value.code()
+    return code
