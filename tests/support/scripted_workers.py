@@ -391,4 +391,8 @@ async def serving(
         yield cluster, coordinator
         await cluster.wait_idle()
         assert coordinator.num_running == 0
+        for _ in range(1000):  # the pool lets go of a stream a moment after the worker has
+            if all(worker.num_held == 0 for worker in pool.workers):
+                break
+            await asyncio.sleep(TICK_S)
         assert all(worker.num_held == 0 for worker in pool.workers)
