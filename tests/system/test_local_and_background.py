@@ -88,6 +88,7 @@ def test_a_relayed_request_s_transfer_completes_behind_it_and_the_next_one_hits(
     assert second.number("main_hit_tokens") == (LENGTH - 1)
     # The relay has the prompt, too, and is near: its first token may be there before main has answered.
     assert (second.timeline["pipeline"], second.timeline["decision"]) in (("direct", "within_budget"), ("relay", "relay_first"))
+    assert (second.number("relay_tokens") > 0) == (second.timeline["pipeline"] == "relay")
     assert second.ids == first.ids
     assert received(slow) - before == (LENGTH - 1) * KV_BYTES_PER_TOKEN
     metrics = httpx.get(f"{slow.url}/metrics", timeout=30).text
