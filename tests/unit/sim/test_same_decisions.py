@@ -22,7 +22,7 @@ from pdd.sim.cache import Prompt
 from pdd.sim.request import Outcome, Request
 from pdd.sim.spec import LinkSpec
 from pdd.sim.system import System
-from pdd.worker import executor
+from pdd.worker import step_rows
 from tests.support.generation import collect, hashed_token, make_request
 from tests.support.scripted_workers import THREE_WORKERS, serving
 from tests.support.worker_script import Script
@@ -37,7 +37,7 @@ def test_both_call_the_same_policies() -> None:
     assert sim_handoff.choose_handoff is handoff_run.choose_handoff
     assert sim_system.choose_completion is background.choose_completion
     assert sim_workers.choose_worker in (getattr(worker_pool, "choose_worker", None), getattr(pooled_worker, "choose_worker", None))
-    assert sim_prefill.plan_step is executor.plan_step
+    assert sim_prefill.plan_step is step_rows.plan_step
     assert sim_system.LinkQueue is link_traffic.LinkQueue
 
 
