@@ -106,6 +106,10 @@ class PipelineDecision:
         return Priority.BACKGROUND if self.ends_on_relay else Priority.NORMAL
 
 
+# As it stands while a relay makes tokens and main has yet to answer.
+RELAY_FIRST = PipelineDecision("relay", "relay_first", "main has yet to answer", None)
+
+
 def predict_prefill_s(snapshot: PipelineSnapshot) -> float:
     """Seconds until the prompt's KV is computed; 0 while nothing is known of prefill's pace."""
     return snapshot.prefill_tokens * (snapshot.prefill_s_per_token or 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pdd.policy.pipeline import Pipeline, PipelineDecision, choose_pipeline
+from pdd.policy.pipeline import RELAY_FIRST, Pipeline, PipelineDecision, choose_pipeline
 from pdd.serving.failover_run import FailoverRun
 from pdd.serving.holders import Holder
 from pdd.serving.local_run import begin_local
@@ -15,9 +15,6 @@ from pdd.serving.reservation import Reservation, reserve
 from pdd.serving.shared_prompts import SHARE_WAIT_S, Entry
 from pdd.serving.worker_events import Event, KvComplete, Prefilled, Proposed, SharedAtMain
 from pddbridge.link_schedule import Priority
-
-# As it stands until main answers.
-_RELAY_FIRST = PipelineDecision("relay", "relay_first", "main has yet to answer", None)
 
 
 class BeginRun:
@@ -80,7 +77,7 @@ class BeginRun:
             case Proposed(position, records):
                 takes = holder is parts.relay and position + len(records) < parts.request.sampling.max_tokens
                 if takes and parts.timeline.decision is None:
-                    parts.timeline.decision = _RELAY_FIRST
+                    parts.timeline.decision = RELAY_FIRST
             case _:
                 takes = False
         if takes:

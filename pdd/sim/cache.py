@@ -20,6 +20,17 @@ class Prompt:
         self.num_tokens = sum(tokens for _, tokens in chain)
 
 
+def beginning(chain: Chain, num_tokens: int) -> Chain:
+    """The first ``num_tokens`` of it."""
+    parts: list[tuple[Hashable, int]] = []
+    for part, tokens in chain:
+        if num_tokens <= 0:
+            break
+        parts.append((part, min(tokens, num_tokens)))
+        num_tokens -= tokens
+    return tuple(parts)
+
+
 class PrefixCache:
     """Keeps the parts that were used latest, of ``capacity_tokens`` in all. A part is hit as far as it was put in, and the parts after one
     that is not hit whole are not hit.

@@ -61,6 +61,13 @@ class PrefillEngine:
             self._step()
         return job
 
+    def cancel(self, job: PrefillJob) -> bool:
+        """Nobody wants it: it has no row after the step that runs. False: it was done."""
+        if self._jobs.pop(job.number, None) is None:
+            return False
+        job.computed, job.done = _known, _ended
+        return True
+
     def _step(self) -> None:
         rows = self._rows()
         self._stepping = bool(rows)
@@ -89,7 +96,7 @@ class PrefillEngine:
             job.last_step = self._num_steps
             job.demand = None
             if job.left == 0:
-                del self._jobs[job.number]
+                self._jobs.pop(job.number, None)  # unless it was cancelled
             job.computed(tokens)
             if job.left == 0:
                 done = job.done

@@ -44,6 +44,7 @@ class Report:
     tpot: Histogram = field(default_factory=Histogram)
     gap: Histogram = field(default_factory=Histogram)
     pipelines: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
     handoffs: Counter[str] = field(default_factory=Counter)
     relay_tokens: int = 0
     main_tokens: int = 0
@@ -62,6 +63,7 @@ class Report:
         tpot_s = (outcome.e2e_s - outcome.ttft_s) / max(1, request.output_tokens - 1)
         self.tpot.add(tpot_s)
         self.pipelines[outcome.decision.pipeline] += 1
+        self.reasons[outcome.decision.reason] += 1
         if outcome.handoff is not None:
             self.handoffs[outcome.handoff] += 1
         self.relay_tokens += outcome.relay_tokens
@@ -146,6 +148,7 @@ def _figures(report: Report, system: System) -> Json:
         "largest_gap_s": report.gap.summary(),
         "relay_share": _short(report.relay_tokens / tokens),
         "pipelines": dict(sorted(report.pipelines.items())),
+        "reasons": dict(sorted(report.reasons.items())),
         "handoffs": dict(sorted(report.handoffs.items())),
         "prefill_hit_rate": _short(report.prefill_hit / report.prompt_tokens),
         "main_hit_rate": _short(report.main_hit / report.prompt_tokens),

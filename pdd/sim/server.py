@@ -204,6 +204,13 @@ class Places:
         self._waiting.append(self._env.event())
         return self._waiting[-1]
 
+    def take_free(self) -> bool:
+        """Whether there was one to take; nobody waits for it."""
+        if not self._free:
+            return False
+        self._free -= 1
+        return True
+
     def leave(self) -> None:
         if self._waiting:
             self._waiting.popleft().succeed()

@@ -10,11 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdd.policy.link_schedule import Priority
-from pdd.sim.cache import PrefixCache
+from pdd.sim.cache import PrefixCache, beginning
+from pdd.sim.costs import EngineCost
 from pdd.sim.goodput import SeenRate
 from pdd.sim.link import FairLink, ShortestLink
+from pdd.sim.prefill import PrefillEngine
 from pdd.sim.server import Host, SharedServer
-from pdd.sim.spec import HostSpec
+from pdd.sim.spec import HostSpec, Jitter, RoleSpec
 
 Jobs = Sequence[tuple[float, float]]  # (arrival, work), in order of arrival
 _JOBS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 30)), min_size=1, max_size=8).map(
@@ -88,6 +90,23 @@ def test_the_shortest_goes_first(jobs: Jobs, flow: float | None) -> None:
     simulated, brute = _simulated(jobs, link, env), _brute(jobs, flow or 2.0, 2.0, shortest=True)
     assert sorted(simulated) == pytest.approx(sorted(brute))  # among equals the order is free
     assert link.sent_bytes == pytest.approx(sum(work for _, work in jobs))
+
+
+def test_a_prompt_that_nobody_wants_any_more_has_no_further_step() -> None:
+    env = simpy.Environment()
+    cost = EngineCost(0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0)
+    server = SharedServer(env, lambda n, _: 1.0)
+    engine = PrefillEngine(RoleSpec(1, cost, 8, 1000, step_tokens=4), server, Jitter())
+    told: list[str] = []
+    gone = engine.add(12, 0, lambda tokens: told.append(f"gone {tokens}"), lambda: told.append("gone"))
+    env.run(until=5.0)  # a step, and one second of the next
+    other = engine.add(2, 0, lambda tokens: told.append(f"other {tokens}"), lambda: told.append(f"other at {env.now:g}"))
+    assert engine.cancel(gone)
+    env.run()
+    assert told == ["gone 4", "other 2", "other at 10"]
+    assert (gone.behind, server.num_jobs) == (8, 0)
+    assert not engine.cancel(gone)
+    assert not engine.cancel(other)
 
 
 def test_what_is_cancelled_gives_way_and_says_what_it_got() -> None:
@@ -218,6 +237,12 @@ def test_a_part_that_grows_is_hit_as_far_as_it_was_put() -> None:
     assert cache.hit_tokens((("s", 20), ("a", 5))) == 10
     cache.put((("s", 10), ("a", 9)))
     assert cache.num_tokens == 19
+    assert [beginning((("s", 10), ("a", 9)), tokens) for tokens in (0, 4, 10, 12)] == [
+        (),
+        (("s", 4),),
+        (("s", 10),),
+        (("s", 10), ("a", 2)),
+    ]
 
 
 def test_whoever_is_waited_for_goes_first_and_what_nobody_waits_for_last() -> None:

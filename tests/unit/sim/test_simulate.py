@@ -8,14 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import simpy
 from typer.testing import CliRunner
 
 from pdd.cli import app
 from pdd.policy_config import PolicyConfig
+from pdd.sim.cache import Prompt
 from pdd.sim.config import SimConfig, load_sim_config
 from pdd.sim.costs import EngineCost
+from pdd.sim.request import Outcome, Request
 from pdd.sim.run import simulate
 from pdd.sim.spec import LinkSpec, RoleSpec, SystemSpec
+from pdd.sim.system import System
 from pdd.sim.workload import LogNormal, Sessions, StatedHits, load_workload
 
 _COST = EngineCost(prefill_s=0.0, prefill_token_s=1e-4, prefill_pair_s=0.0, step_s=0.02, row_s=1e-5, context_s=0.0, extend_token_s=1e-4)
@@ -51,10 +55,25 @@ def test_every_token_is_made_once_and_every_missing_byte_crosses_once() -> None:
     traffic = _traffic(0.5, 400, high_share=0.7, mean_hit=0.8)
     spec = replace(SPEC, policy=PolicyConfig.model_validate({"background": {"max_transfers": 0}, "local": {"max_share": 0}}))
     report, found = simulate(spec, traffic, seed=1)
-    assert report.ttft.num == 400
+    assert report.ttft.num == report.reasons.total() == 400
     assert report.relay_tokens + report.main_tokens == 400 * 50
     missing = (400 * 5000 - report.main_hit) * 50_000
     assert found["link_bytes"] == pytest.approx(missing, rel=1e-6)
+
+
+def test_prefill_that_began_for_the_relay_alone_ends_where_main_turns_out_to_hold_the_prompt() -> None:
+    """Ten steps of it, of which it has the one that ran when main answered, and keeps what that computed."""
+    env, ended = simpy.Environment(), list[Outcome]()
+    system = System(env, replace(SPEC, link=replace(SPEC.link, rtt_s=0.06)))
+    prompt = Prompt((("p", 5121),))
+    system.main.workers[0].cache.put(prompt.chain)
+    system.submit(Request("t", prompt, 50, 50), ended.append)
+    env.run()
+    assert (ended[0].decision.reason, ended[0].relay_tokens, system.num_running) == ("within_budget", 0, 0)
+    prefill = system.prefill.workers[0]
+    assert (prefill.held, prefill.engine.busy_s) == (0, pytest.approx(2 * 0.0512))
+    assert prefill.cache.num_tokens == 512
+    assert system.link.sent_bytes == 0
 
 
 def test_a_relay_hides_the_link() -> None:

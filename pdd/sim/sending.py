@@ -1,0 +1,97 @@
+"""KV on its way to main under the virtual clock, and what a coordinator knows of it: what it ordered, at the rate that a sender sees."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import simpy
+
+from pdd.policy.link import LinkSnapshot
+from pdd.policy.link_queue import LinkQueue
+from pdd.policy.link_schedule import Priority
+from pdd.sim.goodput import SeenRate
+from pdd.sim.link import make_link
+from pdd.sim.running import Running
+from pdd.sim.spec import SystemSpec
+
+
+class Sending:
+    """``changed``: is told when the link may have begun or stopped to move something."""
+
+    def __init__(self, env: simpy.Environment, spec: SystemSpec, changed: Callable[[], None]) -> None:
+        self.link = make_link(env, spec.link)
+        self._env = env
+        self._spec = spec
+        self._changed = changed
+        self._flow_bytes_s = (spec.link.flow_bytes_s or spec.link.rate_bytes_s) / spec.link.coded_share  # of one transfer alone
+        self._traffic = LinkQueue(spec.link.schedule)
+        self._under_way: Counter[tuple[str, str]] = Counter()  # transfers, by prefill and main
+        self._seen = SeenRate(lambda: env.now, lambda: self.link.busy, spec.link.rtt_s + spec.overheads.link_s)
+        self.link.on_busy = self._link_changed
+
+    @property
+    def goodput_bytes_s(self) -> float:
+        """That a transfer alone is seen to get."""
+        return self._flow_bytes_s * self._seen.share
+
+    def towards(self, run: Running) -> LinkSnapshot:
+        """Of the link from the run's prefill to its main."""
+        return self.snapshot(self._under_way[run.pair])
+
+    def snapshot(self, num: int) -> LinkSnapshot:
+        """As one sending end measures it towards one receiver: what its ``num`` transfers get together, one more of them included."""
+        return LinkSnapshot(
+            goodput_bytes_s=min(self.link.rate_bytes_s, self._flow_bytes_s * (num + 1)) * self._seen.share,
+            round_trip_s=self._spec.link.rtt_s,
+            queued_bytes=round(self.link.queued_bytes),
+            num_transfers=num,
+        )
+
+    def ahead_bytes(self, num_bytes: float, goodput_bytes_s: float | None) -> float:
+        """Of other transfers, that go before an urgent one of so many bytes, as a coordinator tells."""
+        self._traffic.advance(self._env.now, goodput_bytes_s)
+        return self._traffic.ahead_bytes(num_bytes, Priority.URGENT)
+
+    def begin(self, run: Running, priority: Priority) -> None:
+        """``run.arrival`` succeeds when what main lacked is at main: what prefill has goes at once, the rest as it is computed."""
+        if run.main_miss == 0:
+            run.arrival.succeed()
+            return
+        assert run.job is not None
+        run.kv_bytes = run.main_miss * self._spec.kv_bytes_per_token
+        run.ordered_s = self._env.now
+        run.transfer = self.link.open(run.kv_bytes, lambda: self._sent(run), priority)
+        self._traffic.add(run, run.kv_bytes, priority)
+        self._under_way[run.pair] += 1
+        self.feed(run, run.job.behind - run.main_hit)
+
+    def feed(self, run: Running, tokens: int) -> None:
+        """Tokens of the prompt that main lacks and prefill has; none for those that main holds."""
+        if run.transfer is not None and tokens > 0:
+            self.link.feed(run.transfer, tokens * self._spec.kv_bytes_per_token)
+
+    def put_off(self, run: Running) -> None:
+        """Nobody waits for it any more."""
+        if run.transfer is not None:
+            self.link.put_off(run.transfer)
+            self._traffic.set_priority(run, Priority.BACKGROUND)
+
+    def stop(self, run: Running) -> None:
+        if run.transfer is not None and run.transfer.active:
+            self.link.cancel(run.transfer)
+            self._ended(run)
+
+    def _sent(self, run: Running) -> None:
+        overheads = self._spec.overheads
+        link_s = overheads.link_busy_s if run.main.engine.num_jobs else overheads.link_s
+        run.arrival.succeed_in(self._spec.link.rtt_s / 2 + link_s)
+        self._ended(run)
+
+    def _ended(self, run: Running) -> None:
+        self._traffic.remove(run)
+        self._under_way[run.pair] -= 1
+
+    def _link_changed(self) -> None:
+        self._seen.look()
+        self._changed()
