@@ -11,10 +11,9 @@ import logging
 import time
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from pdd.errors import PddError
-from pdd.policy.completion import CompletionSnapshot, choose_completion, pressing
+from pdd.policy.completion import CompletionDecision, CompletionSnapshot, choose_completion, pressing
 from pdd.policy.link import LinkSnapshot
 from pdd.policy_config import BackgroundConfig
 from pdd.serving.holders import Attach, Holder, Holders
@@ -29,9 +28,6 @@ from pdd.serving.shared_prompts import PromptShare, SharedPrompts
 from pdd.serving.worker_events import Failed, KvComplete, PushFailed, Reserved
 from pdd.serving.worker_pool import PooledWorker, WorkerPool
 from pddbridge.link_schedule import Priority
-
-if TYPE_CHECKING:
-    from pdd.serving.request_parts import RequestParts
 
 # How often what speaks against them is looked at. Workers tell of their links about as often.
 POLL_S = 0.5
@@ -102,49 +98,26 @@ class Background:
     def num_candidates(self) -> int:
         return len(self._candidates)
 
-    def hurry_if_late(self, parts: RequestParts) -> None:
-        """Main's transfer was put off because the request was to end on the relay. Once its answer, or the time that the transfer would
-        have taken, is longer than predicted, main is waited for as behind any relay. So it is when the relay is gone.
-        """
-        decision, prefill, main = parts.timeline.decision, parts.prefill, parts.main
-        if decision is None or prefill is None or prefill.holder is None or main is None:
-            return
-        answer_is_over = decision.predicted_output_tokens is not None and len(parts.acceptor.log) > decision.predicted_output_tokens
-        time_is_over = decision.predicted_kv_s is not None and prefill.age_s > decision.predicted_kv_s
-        if answer_is_over or time_is_over or parts.relay is None:
-            parts.deferred = False
-            priority = Priority.URGENT if parts.relay is None else Priority.NORMAL
-            prefill.holder.stream.set_priority(main.worker.name, priority)
-            self._traffic.set_priority((prefill.holder.worker.place.site, main.worker.place.site), main, priority)
+    def decide(self, prefill: Holder, main: Holder, prompt_tokens: int) -> CompletionDecision:
+        """What becomes of a transfer to ``main`` that runs, now that its request has ended."""
+        snapshot = self._snapshot(prefill.worker, main.worker, *_missing(main, prompt_tokens), receiver=main)
+        return choose_completion(snapshot, self._config)
 
-    def request_ended(self, parts: RequestParts) -> None:
-        """The last token was accepted: decide what becomes of main's transfer and write it into the timeline."""
-        timeline, main = parts.timeline, parts.main
-        if parts.local_limit is not None:
-            timeline.transfer = "cut"
-            timeline.transfer_reason = "" if timeline.decision is None else timeline.decision.reason
-            self._remember(parts)
-            return
-        prefill = None if parts.prefill is None else parts.prefill.holder
-        if main is None or main.computes or main.kv_here or main.reserved is None or prefill is None:
-            return
-        snapshot = self._snapshot(prefill.worker, main.worker, *_missing(parts, main), receiver=main)
-        decision = choose_completion(snapshot, self._config)
-        timeline.transfer = "background" if decision.complete else "stopped"
-        timeline.transfer_reason = decision.reason
-        parts.goes_on = decision.complete
-
-    def see_through(self, parts: RequestParts) -> None:
-        """Take over what the request holds: its transfer goes on, all else is let go of."""
-        main, prefill = parts.main, None if parts.prefill is None else parts.prefill.holder
-        assert main is not None
-        assert prefill is not None
-        if parts.relay is not None:
-            parts.holders.release(parts.relay)
-        deadline_s = time.monotonic() + min(self._config.deadline_s, parts.holders.remaining_s)
-        transfer = _Transfer(parts.holders, main, prefill, parts.share, *_missing(parts, main), deadline_s)
+    def take_over(self, holders: Holders, prefill: Holder, main: Holder, share: PromptShare, prompt_tokens: int) -> None:
+        """See the transfer of a request that has ended through: what it holds is held until then."""
+        deadline_s = time.monotonic() + min(self._config.deadline_s, holders.remaining_s)
+        transfer = _Transfer(holders, main, prefill, share, *_missing(main, prompt_tokens), deadline_s)
         self._set_priority(transfer, Priority.BACKGROUND)
         self._start(transfer)
+
+    def remember(self, request: GenerationRequest, miss_tokens: int, num_bytes: int) -> None:
+        """The transfer was cut: it is made when the link is idle, if it is worth that."""
+        if self._config.max_transfers == 0 or miss_tokens < self._config.min_tokens:
+            return
+        self._candidates.append(_Candidate(request, time.monotonic(), miss_tokens, num_bytes))
+        if self._candidates and self._making is None:
+            self._making = asyncio.create_task(self._make())
+            self._making.add_done_callback(self._made)
 
     async def close(self) -> None:
         """Stop all of them and wait, bounded, until every worker was told."""
@@ -219,16 +192,6 @@ class Background:
         self._policy_metrics.background_bytes.inc(event.received_bytes)
 
     # --- those that were cut
-
-    def _remember(self, parts: RequestParts) -> None:
-        saved_bytes = parts.timeline.wan_kv_saved_bytes
-        miss_tokens = max(0, parts.prompt_tokens - 1 - parts.timeline.main_hit_tokens)
-        if self._config.max_transfers == 0 or miss_tokens < self._config.min_tokens:
-            return
-        self._candidates.append(_Candidate(parts.request, time.monotonic(), miss_tokens, saved_bytes))
-        if self._candidates and self._making is None:
-            self._making = asyncio.create_task(self._make())
-            self._making.add_done_callback(self._made)
 
     def _made(self, task: asyncio.Task[None]) -> None:
         self._making = None
@@ -314,7 +277,7 @@ class Background:
         )
 
 
-def _missing(parts: RequestParts, main: Holder) -> tuple[int, int]:
+def _missing(main: Holder, prompt_tokens: int) -> tuple[int, int]:
     """Prompt tokens that main lacks, and their bytes of KV."""
-    miss_tokens = main.miss_tokens(parts.prompt_tokens)
+    miss_tokens = main.miss_tokens(prompt_tokens)
     return miss_tokens, miss_tokens * main.worker.info.kv_bytes_per_token

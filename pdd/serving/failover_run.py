@@ -13,6 +13,7 @@ from pdd.errors import Code, PddError
 from pdd.policy.failover import FailoverSnapshot, HolderState, plan_failover
 from pdd.serving.holders import Attach, Holder
 from pdd.serving.local_run import RELAY_LOST, end_local
+from pdd.serving.main_transfer import hurry_if_late
 from pdd.serving.pooled_worker import PooledWorker
 from pdd.serving.request_parts import RequestParts
 from pdd.serving.reservation import REQUEST_ERRORS
@@ -74,7 +75,7 @@ class FailoverRun:
                 return  # its work was done
         if holder is parts.relay:
             parts.relay = None
-            parts.context.background.hurry_if_late(parts)
+            hurry_if_late(parts)
             parts.share.relay_is_coming(False)
             parts.handoff.relay_gone()
             if parts.handoff.committed:

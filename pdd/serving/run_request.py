@@ -15,6 +15,7 @@ from pdd.serving.failover_run import FailoverRun
 from pdd.serving.handoff_run import HandoffRun
 from pdd.serving.holders import Holder, Holders
 from pdd.serving.local_run import OVERRUN
+from pdd.serving.main_transfer import hurry_if_late, request_ended, see_through
 from pdd.serving.paced_delivery import PacedDelivery
 from pdd.serving.request import Delta, GenerationRequest
 from pdd.serving.request_parts import RequestParts, RunContext
@@ -75,7 +76,7 @@ class RequestRun:
             await parts.holders.drop_all()
             raise
         if parts.goes_on:
-            parts.context.background.see_through(parts)
+            see_through(parts)
             return
         parts.share.leave()
         await parts.holders.release_all()
@@ -181,14 +182,14 @@ class RequestRun:
                 parts.holders.release(parts.relay)
                 parts.relay = None
             if delta.finish_reason is not None:
-                parts.context.background.request_ended(parts)
+                request_ended(parts)
             self._delivery.push(delta)
             if delta.finish_reason is not None:
                 return
         if parts.local_limit is not None and len(parts.acceptor.log) > parts.local_limit:
             self._failover.leave_local(OVERRUN)
         if parts.deferred:
-            parts.context.background.hurry_if_late(parts)
+            hurry_if_late(parts)
         parts.advance()
 
     def _release(self, delta: Delta) -> None:
