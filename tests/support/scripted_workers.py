@@ -131,6 +131,8 @@ class Row:
                 await asyncio.Event().wait()
             async with self.stepping:
                 await asyncio.sleep(script.step_s)
+                while script.step_held is not None and script.step_held(len(self.log)):
+                    await asyncio.sleep(TICK_S)
                 if self.sealed:
                     continue
                 chosen = record(self.params, self.prompt, self.log, self.worker.token)

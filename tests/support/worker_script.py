@@ -42,6 +42,7 @@ class Script:
     ``differs_at``: at these positions it chooses another token than the others would ·
     ``foreign_at``: at this position it proposes an id outside the vocabulary; only the first time ·
     ``push_fails``: what is pushed to it is refused · ``kv_event_gate``: holds its KvComplete, though the sender is acknowledged ·
+    ``step_held``: whether the step that proposes a position has yet to end, however long ``step_s`` is over ·
     ``silent_at``: it owes this position and says nothing more · ``step_age_s``: what it says of its step thread · ``info_gate``: holds its
     answers of how it is, while streams go on · ``pushed_event_gate``: holds its Pushed, though the receiver has everything.
     """
@@ -63,6 +64,7 @@ class Script:
     step_age_s: float = 0.0
     info_gate: asyncio.Event = field(default_factory=lambda: opened(True))
     step_s: float = TICK_S
+    step_held: Callable[[int], bool] | None = None
     reserve_gate: asyncio.Event = field(default_factory=lambda: opened(True))
     prefill_gate: asyncio.Event = field(default_factory=lambda: opened(True))
     kv_gate: asyncio.Event = field(default_factory=lambda: opened(True))

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 import pytest
 
 from pdd.errors import Code, PddError
+from pdd.serving.coordinator import Coordinator
 from pdd.serving.text.model import TextModel
 from tests.support.generation import EOS, Outcome, collect, expected, hashed_token, make_request, params
-from tests.support.scripted_workers import serving
+from tests.support.scripted_workers import Cluster, serving
 from tests.support.tiny_models import make_tiny_llama
-from tests.support.worker_script import KV_BYTES_PER_TOKEN, Script, opened
+from tests.support.worker_script import KV_BYTES_PER_TOKEN, TICK_S, Script, opened
 
 HANDOFFS = (0, 1, 2, 15, 16, 17)
 MODES = ("one_shot", "catch_up")
@@ -127,11 +128,29 @@ async def test_nothing_missing_needs_no_prefill(pipeline: str, prompt_ids: tuple
         assert outcome.timeline.wan_kv_bytes == 0
 
 
+async def direct_without_a_relayed_token(cluster: Cluster, coordinator: Coordinator, name: str) -> Outcome:
+    """A request for which main is chosen alone. The relay has reserved, and may get its KV before main has answered; here it gets none
+    before it was let go of, and main none before that, so that main's answer comes in time however busy the machine is.
+    """
+    main, relay = cluster.worker("main"), cluster.worker("relay")
+    main.script.kv_gate.clear()
+    relay.script.kv_gate.clear()
+    task = asyncio.create_task(collect(coordinator, make_request(name)))
+    async with asyncio.timeout(10):
+        while not (any(opened.request_id.startswith(f"{name}.") for opened in relay.opens) and not relay.rows):
+            assert not task.done()
+            await asyncio.sleep(TICK_S)
+    assert main.rows
+    relay.script.kv_gate.set()
+    main.script.kv_gate.set()
+    return await task
+
+
 async def test_auto_goes_direct_within_budget_and_relays_over_it() -> None:
     """The declared rate is 5 MB/s: 19 misses of 100 B are nothing, misses of 1 MB are not, a cache hit is again."""
     scripts = {"main-0": Script()}
     async with serving(hashed_token, scripts=scripts) as (cluster, coordinator):
-        outcome = await collect(coordinator, make_request("small"))
+        outcome = await direct_without_a_relayed_token(cluster, coordinator, "small")
         assert (outcome.timeline.pipeline, outcome.timeline.relay_tokens) == ("direct", 0)
         assert "within" in outcome.timeline.pipeline_reason
         assert cluster.worker("relay").proposed == 0
@@ -140,7 +159,7 @@ async def test_auto_goes_direct_within_budget_and_relays_over_it() -> None:
         assert outcome.timeline.pipeline == "relay"
         assert "over" in outcome.timeline.pipeline_reason
         scripts["main-0"].hit_tokens = 18
-        outcome = await collect(coordinator, make_request("hit"))
+        outcome = await direct_without_a_relayed_token(cluster, coordinator, "hit")
         assert outcome.timeline.pipeline == "direct"
         sample = coordinator.metrics.registry.get_sample_value
         assert sample("pdd:pipeline_total", {"pipeline": "direct", "reason": "within_budget"}) == 1

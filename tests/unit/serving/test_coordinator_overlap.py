@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from pdd.serving.paced_delivery import PacedDelivery
+from pdd.serving.request import Delta
 from pdd.serving.text.model import TextModel
 from tests.support.generation import Outcome, collect, expected, hashed_token, make_request, params
 from tests.support.scripted_workers import serving
@@ -97,10 +98,18 @@ async def test_the_relay_dies_and_main_goes_on() -> None:
 
 
 async def test_a_slow_main_is_waited_for_so_long_only() -> None:
-    scripts = {"relay-0": Script(step_s=0.004), "main-0": Script(step_s=0.03)}
-    async with serving(hashed_token, policy=NO_PACE, scripts=scripts) as (_, coordinator):
+    """Its steps last until the reader has two more tokens of the relay's, the relay's until the reader has the last one."""
+    deltas: list[Delta] = []
+    relay, main = Script(step_s=0.004), Script(step_s=0.004)
+    policy = {**NO_PACE, "handoff_rules": {"pace": 1.0, "max_tokens": 8, "max_gap_s": 30.0}}
+    async with serving(hashed_token, policy=policy, scripts={"relay-0": relay, "main-0": main}) as (cluster, coordinator):
+        rows = cluster.worker("relay").rows
+        relay.step_held = lambda position: len(deltas) < position
+        main.step_held = lambda position: len(deltas) < position + 2 and any(not row.sealed for row in rows.values())
         request = make_request(sampling=params(40), handoff_at=5)
-        outcome = await collect(coordinator, request)
+        async for delta in coordinator.generate(request):
+            deltas.append(delta)  # noqa: PERF401 - the steps look at what is there
+        outcome = Outcome(tuple(deltas))
         assert list(outcome.records) == expected(hashed_token, request)[0]
         assert outcome.timeline.main_tokens > 0
         assert 5 + 8 <= outcome.timeline.relay_tokens <= 5 + 8 + 22  # well before the end, on a busy machine, too
