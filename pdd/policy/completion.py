@@ -8,6 +8,8 @@ from typing import Literal
 from pdd.policy.link import LinkSnapshot
 from pdd.policy_config import BackgroundConfig
 
+# How often what speaks against a transfer is looked at while it runs. Workers tell of their links about as often.
+POLL_S = 0.5
 # Bounded set: it labels a metric.
 CompletionReason = Literal["valuable", "off", "too_short", "aligned", "too_many", "too_large", "link_busy", "main_full"]
 

@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 from pdd.errors import PddError
-from pdd.policy.completion import CompletionDecision, CompletionSnapshot, choose_completion, pressing
+from pdd.policy.completion import POLL_S, CompletionDecision, CompletionSnapshot, choose_completion, pressing
 from pdd.policy.link import LinkSnapshot
 from pdd.policy_config import BackgroundConfig
 from pdd.serving.holders import Attach, Holder, Holders
@@ -29,8 +29,6 @@ from pdd.serving.worker_events import Failed, KvComplete, PushFailed, Reserved
 from pdd.serving.worker_pool import PooledWorker, WorkerPool
 from pddbridge.link_schedule import Priority
 
-# How often what speaks against them is looked at. Workers tell of their links about as often.
-POLL_S = 0.5
 # How long closing waits for their streams to end.
 CLOSE_TIMEOUT_S = 3.0
 

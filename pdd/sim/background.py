@@ -7,7 +7,8 @@ from collections.abc import Callable
 import simpy
 
 from pdd.policy.alignment import HitWindow
-from pdd.policy.completion import CompletionSnapshot, choose_completion
+from pdd.policy.completion import POLL_S, CompletionSnapshot, choose_completion, pressing
+from pdd.policy.link_schedule import Priority
 from pdd.sim.running import Running
 from pdd.sim.sending import Sending
 from pdd.sim.server import Steps, begin, either
@@ -21,7 +22,8 @@ class Background:
         self, env: simpy.Environment, spec: SystemSpec, sending: Sending, hits: HitWindow, leave_main: Callable[[Running], None]
     ) -> None:
         self._env = env
-        self._spec = spec
+        self._rules = spec.policy.background
+        self._kv_bytes_per_token = spec.kv_bytes_per_token
         self._sending = sending
         self._hits = hits
         self._leave_main = leave_main
@@ -30,32 +32,43 @@ class Background:
 
     def ended(self, run: Running) -> None:
         """``run`` has, and main's KV has yet to come: it goes on for its prefix alone, or is stopped."""
-        snapshot = CompletionSnapshot(
-            miss_tokens=run.main_miss,
-            num_bytes=round(run.main_miss * self._spec.kv_bytes_per_token),
-            gap=self._hits.rates(self._env.now).gap,
-            num_running=self._num_running,
-            running_bytes=round(self._running_bytes),
-            link=self._sending.snapshot(self._sending.link.num_transfers),
-            main_running=run.main.engine.num_jobs,
-            main_capacity=run.main.spec.max_rows,
-            begun=run.transfer is not None,
-        )
-        if choose_completion(snapshot, self._spec.policy.background).complete:
+        if choose_completion(self._snapshot(run), self._rules).complete:
             begin(self._complete(run))
         else:
             self._sending.stop(run)
             self._leave_main(run)
 
     def _complete(self, run: Running) -> Steps:
-        self._num_running += 1
-        self._running_bytes += run.kv_bytes
-        self._sending.put_off(run)
-        yield either(self._env, run.arrival, self._env.timeout(self._spec.policy.background.deadline_s))
-        self._num_running -= 1
-        self._running_bytes -= run.kv_bytes
+        """Until it is, or something comes up that speaks against it, or its time is over."""
+        self._sending.set_priority(run, Priority.BACKGROUND)
+        ends_s = self._env.now + self._rules.deadline_s
+        pressed = False
+        while not (pressed or run.arrival.processed or self._env.now >= ends_s):
+            self._count(run, 1)
+            yield either(self._env, run.arrival, self._env.timeout(min(POLL_S, ends_s - self._env.now)))
+            self._count(run, -1)
+            pressed = pressing(self._snapshot(run), self._rules) is not None
         if run.arrival.processed:
             run.main.cache.put(run.request.prompt.chain)
         else:
             self._sending.stop(run)
         self._leave_main(run)
+
+    def _count(self, run: Running, num: int) -> None:
+        self._num_running += num
+        self._running_bytes += num * run.kv_bytes
+
+    def _snapshot(self, run: Running) -> CompletionSnapshot:
+        """Of what runs, ``run`` itself not counted."""
+        num_bytes = round(run.main_miss * self._kv_bytes_per_token)
+        return CompletionSnapshot(
+            miss_tokens=run.main_miss,
+            num_bytes=num_bytes,
+            gap=self._hits.rates(self._env.now).gap,
+            num_running=self._num_running,
+            running_bytes=round(self._running_bytes),
+            link=self._sending.beside(run, self._running_bytes + num_bytes),
+            main_running=run.main.held - run.at_main,
+            main_capacity=run.main.spec.max_rows,
+            begun=run.transfer is not None,
+        )

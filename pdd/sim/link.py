@@ -37,7 +37,7 @@ class Transfer:
 
 class Link(Protocol):
     """``queued_bytes``, ``num_transfers``: what is under way now · ``sent_bytes``: ever · ``on_busy``: is told when ``busy`` may have
-    changed · ``put_off``: behind all others, where nobody waits any more.
+    changed.
     """
 
     rate_bytes_s: float
@@ -59,7 +59,7 @@ class Link(Protocol):
 
     def feed(self, transfer: Transfer, num_bytes: float) -> None: ...
 
-    def put_off(self, transfer: Transfer) -> None: ...
+    def set_priority(self, transfer: Transfer, priority: Priority) -> None: ...
 
     def cancel(self, transfer: Transfer) -> None: ...
 
@@ -120,8 +120,8 @@ class FairLink:
         else:
             self._server.grow(transfer.piece, num_bytes)
 
-    def put_off(self, transfer: Transfer) -> None:
-        transfer.priority = Priority.BACKGROUND
+    def set_priority(self, transfer: Transfer, priority: Priority) -> None:
+        transfer.priority = priority
 
     def cancel(self, transfer: Transfer) -> None:
         if not transfer.active:
@@ -200,10 +200,10 @@ class ShortestLink:
         transfer.ready_bytes += num_bytes
         self._choose()
 
-    def put_off(self, transfer: Transfer) -> None:
+    def set_priority(self, transfer: Transfer, priority: Priority) -> None:
         if transfer.active:
             self._advance()
-            transfer.priority = Priority.BACKGROUND
+            transfer.priority = priority
             self._choose()
 
     def cancel(self, transfer: Transfer) -> None:

@@ -17,8 +17,8 @@ from pdd.sim.workers import Worker
 class Running:
     """``arrival``: of what main lacked · ``relay``: one that was asked and is not let go of, with ``relay_state`` and the requests on it,
     ``relay_running``, when it was asked · ``has_row``: on the relay, where it decodes as ``row``, its first token with the reader at
-    ``first_s`` · ``relay_kv``: comes when the relay has the prompt's KV · ``decided``: main has answered · ``over``: it had ended by then ·
-    ``ordered_s``: when its KV for main was.
+    ``first_s`` · ``relay_kv``: comes when the relay has the prompt's KV · ``decided``: main has answered · ``over``: the request has ended
+    · ``began_s``: when prefill did · ``ordered_s``: when its KV for main was.
     """
 
     request: Request
@@ -43,6 +43,7 @@ class Running:
     over: bool = False
     at_main: bool = True
     job: PrefillJob | None = None
+    began_s: float = 0.0
     ordered_s: float | None = None
     pushes: bool = False
     transfer: Transfer | None = None

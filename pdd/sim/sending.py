@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import simpy
 
@@ -48,6 +49,13 @@ class Sending:
             num_transfers=num,
         )
 
+    def beside(self, run: Running, background_bytes: float) -> LinkSnapshot:
+        """What a transfer in the background is asked about: the link as it is, with what others wait for besides ``background_bytes``."""
+        link = self.snapshot(self.link.num_transfers)
+        self._traffic.advance(self._env.now, link.goodput_bytes_s)
+        waited_for_bytes = self._traffic.remaining_bytes(background=False, besides=run)
+        return replace(link, queued_bytes=round(waited_for_bytes + background_bytes))
+
     def ahead_bytes(self, num_bytes: float, goodput_bytes_s: float | None) -> float:
         """Of other transfers, that go before an urgent one of so many bytes, as a coordinator tells."""
         self._traffic.advance(self._env.now, goodput_bytes_s)
@@ -71,11 +79,11 @@ class Sending:
         if run.transfer is not None and tokens > 0:
             self.link.feed(run.transfer, tokens * self._spec.kv_bytes_per_token)
 
-    def put_off(self, run: Running) -> None:
-        """Nobody waits for it any more."""
-        if run.transfer is not None:
-            self.link.put_off(run.transfer)
-            self._traffic.set_priority(run, Priority.BACKGROUND)
+    def set_priority(self, run: Running, priority: Priority) -> None:
+        """No effect on one that is over."""
+        if run.transfer is not None and run.transfer.active:
+            self.link.set_priority(run.transfer, priority)
+            self._traffic.set_priority(run, priority)
 
     def stop(self, run: Running) -> None:
         if run.transfer is not None and run.transfer.active:

@@ -9,6 +9,7 @@ import simpy
 from pdd.policy.alignment import HitWindow
 from pdd.policy.estimates import Lateness
 from pdd.policy.lengths import LengthEstimator
+from pdd.policy.link_schedule import Priority
 from pdd.policy.local import LocalQuota
 from pdd.policy.pipeline import RELAY_FIRST, Pipeline, PipelineDecision, PipelineSnapshot, choose_pipeline
 from pdd.sim.background import Background
@@ -197,14 +198,15 @@ class System:
 
     def _prefill(self, run: Running) -> None:
         """For whoever waits for the prompt's KV. Callbacks, not a process: requests are many."""
-        worker, miss, began_s = run.prefill, run.tokens - run.prefill_hit, self.env.now
+        worker, miss = run.prefill, run.tokens - run.prefill_hit
+        run.began_s = self.env.now
         worker.held += 1
         run.pushes = run.relay is not None and run.relay_miss > 0
         self._num_pushes += run.pushes
 
         def done() -> None:
             self._push_ends(run)
-            took_s = self.env.now - began_s
+            took_s = self.env.now - run.began_s
             worker.pace.observe(took_s, miss)
             worker.held -= 1
             worker.cache.put(run.request.prompt.chain)
@@ -247,7 +249,6 @@ class System:
 
     def _ends_first(self, run: Running, relay: Worker) -> None:
         """The answer has stopped, main has yet to say what it holds, and nobody waits for that."""
-        run.over = True
         self._ended_on_relay(run, relay)
         self._leave_main(run)
         self._end(run, RELAY_FIRST, run.request.output_tokens, 0, run.gap_s, None)
@@ -272,6 +273,8 @@ class System:
                 yield room
         yield run.relay_kv
         job = run.row or self._relay_begins(run, relay)
+        if run.transfer is not None and run.transfer.priority is Priority.BACKGROUND:
+            self._hurry_if_late(run, relay, job, decision)
         if not run.at_main:
             yield job.done
         else:
@@ -293,6 +296,22 @@ class System:
         self._keep_at_main(run)
         self._leave_main(run)
         self._end(run, decision, over.relayed, left, over.gap_s, over.mode)
+
+    def _hurry_if_late(self, run: Running, relay: Worker, job: Job, decision: PipelineDecision) -> None:
+        """What goes to main was put off, as the relay is to end before. Once the answer, or the time that main's KV would have taken, is
+        longer than predicted, main is waited for as behind any relay.
+        """
+        assert decision.predicted_kv_s is not None
+        assert decision.predicted_output_tokens is not None
+        wait_s = max(0.0, run.began_s + decision.predicted_kv_s - self.env.now)
+        if run.request.output_tokens > decision.predicted_output_tokens:
+            wait_s = min(wait_s, relay.engine.until(job, decision.predicted_output_tokens + 1))
+
+        def late() -> None:
+            if not run.over:
+                self._sending.set_priority(run, Priority.NORMAL)
+
+        when(self.env.timeout(wait_s), late)
 
     # --- ends
 
@@ -332,6 +351,7 @@ class System:
         handoff: str | None,
     ) -> None:
         request = run.request
+        run.over = True
         self._lengths.observe(request.tenant, request.output_tokens, request.output_tokens >= request.max_tokens)
         run.ended(
             Outcome(

@@ -257,10 +257,10 @@ def test_whoever_is_waited_for_goes_first_and_what_nobody_waits_for_last() -> No
     opened = {name: link.open(work, lambda name=name: told(name), priority) for name, (work, priority) in wanted.items()}
     for name, transfer in opened.items():
         link.feed(transfer, wanted[name][0])
-    link.put_off(opened["put off"])
+    link.set_priority(opened["put off"], Priority.BACKGROUND)
     env.run()
     assert ended == pytest.approx({"urgent": 4.0, "normal": 5.0, "put off": 5.5})
-    link.put_off(opened["urgent"])  # no effect on one that is over
+    link.set_priority(opened["urgent"], Priority.BACKGROUND)  # no effect on one that is over
 
 
 def test_a_sender_sees_less_of_the_rate_the_shorter_its_transfers_are() -> None:

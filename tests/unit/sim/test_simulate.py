@@ -18,6 +18,7 @@ from pdd.sim.config import SimConfig, load_sim_config
 from pdd.sim.costs import EngineCost
 from pdd.sim.request import Outcome, Request
 from pdd.sim.run import simulate
+from pdd.sim.server import when
 from pdd.sim.spec import LinkSpec, RoleSpec, SystemSpec
 from pdd.sim.system import System
 from pdd.sim.workload import LogNormal, Sessions, StatedHits, load_workload
@@ -74,6 +75,43 @@ def test_prefill_that_began_for_the_relay_alone_ends_where_main_turns_out_to_hol
     assert (prefill.held, prefill.engine.busy_s) == (0, pytest.approx(2 * 0.0512))
     assert prefill.cache.num_tokens == 512
     assert system.link.sent_bytes == 0
+
+
+def _in_order(spec: SystemSpec, *requests: tuple[float, Request]) -> tuple[System, dict[str, Outcome]]:
+    """Each from its time on; what came of them by tenant."""
+    env, ended = simpy.Environment(), dict[str, Outcome]()
+    system = System(env, spec)
+    for at_s, request in requests:
+        when(env.timeout(at_s), lambda request=request: system.submit(request, lambda one: ended.update({one.request.tenant: one})))
+    env.run()
+    return system, ended
+
+
+def _asked(name: str, prompt_tokens: int, output_tokens: int, max_tokens: int = 500) -> Request:
+    return Request(name, Prompt(((name, prompt_tokens),)), output_tokens, max_tokens)
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_a_transfer_that_nobody_waits_for_gives_way_to_one_that_somebody_does(second: bool) -> None:
+    """50 MB at 1 MB/s, whose request the relay has ended; a second later another has 7.5 MB of its own on that line."""
+    spec = replace(SPEC, link=LinkSpec(1e6, 0.03, schedule="shortest"))
+    more = [(1.0, _asked("second", 151, 200))] if second else []
+    system, ended = _in_order(spec, (0.0, _asked("first", 1001, 5)), *more)
+    assert (ended["first"].relay_tokens, ended["first"].kv_bytes) == (5, 5e7)
+    assert system.main.workers[0].cache.peek_tokens((("first", 1001),)) == (0 if second else 1001)
+    assert (system.main.workers[0].held, system.link.num_transfers) == (0, 0)
+
+
+def test_a_transfer_that_was_put_off_hurries_once_its_answer_is_longer_than_predicted() -> None:
+    """The line has eight seconds of another's KV; answers so far had five tokens, and this one has two hundred."""
+    spec = replace(SPEC, link=LinkSpec(5e7, 0.03, schedule="shortest"))
+    short = [(0.1, _asked(f"short {number}", 11, 5)) for number in range(25)]
+    _, ended = _in_order(spec, (0.0, _asked("other", 8001, 500)), *short, (1.0, _asked("late", 1001, 200)))
+    assert ended["late"].decision.ends_on_relay
+    assert not ended["other"].decision.ends_on_relay
+    assert 40 < ended["late"].relay_tokens < 80  # a second of the line, before what is left of the other's
+    assert ended["late"].main_tokens == 200 - ended["late"].relay_tokens
+    assert ended["other"].relay_tokens > 400
 
 
 def test_a_relay_hides_the_link() -> None:
