@@ -13,8 +13,9 @@ from dataclasses import replace
 from typing import Literal
 
 from pdd.config import LaunchConfig
+from pdd.launch.held_ports import HeldPorts
 from pdd.launch.local import Deployment
-from pdd.launch.plan import plan_topology
+from pdd.launch.plan import plan_doors
 from pdd.launch.serve import StartProgress
 from pdd.topology import Route, Topology
 
@@ -31,7 +32,7 @@ def start_modes(deployment: Deployment, progress: StartProgress) -> dict[Mode, s
         deployment.start_workers()
         deployment.wait_ready(deadline_s, progress)
         for mode in MODES:
-            mode_config, topology = _mode(mode, deployment.config, deployment.topology)
+            mode_config, topology = _mode(mode, deployment.config, deployment.topology, deployment.ports)
             deployment.start_coordinator(f"coordinator-{mode.replace('_', '-')}", mode_config, topology)
             urls[mode] = f"http://{topology.http}/v1/completions"
         deployment.wait_ready(deadline_s, progress)
@@ -43,13 +44,13 @@ def own_ports(config: LaunchConfig) -> LaunchConfig:
     return config.model_copy(update={"serving": config.serving.model_copy(update={"http_port": None, "grpc_port": None})})
 
 
-def _mode(mode: Mode, config: LaunchConfig, workers: Topology) -> tuple[LaunchConfig, Topology]:
+def _mode(mode: Mode, config: LaunchConfig, workers: Topology, ports: HeldPorts) -> tuple[LaunchConfig, Topology]:
     """The config and topology of a mode's coordinator: same workers, ports of its own."""
     serving = own_ports(config).serving.model_copy(update={"allow_override": True})
     policy = config.policy if mode == "pdd" else config.policy.model_copy(update={"pipeline": "direct"})
     mode_config = config.model_copy(update={"serving": serving, "policy": policy})
-    doors = plan_topology(mode_config)
+    http, grpc = plan_doors(mode_config, ports)
     places = workers.workers
     if mode == "same_site":
         places = tuple(replace(p, routes=tuple(Route(r.from_site, p.control, p.kv) for r in p.routes)) for p in places)
-    return mode_config, Topology(places, doors.http, doors.grpc)
+    return mode_config, Topology(places, http, grpc)

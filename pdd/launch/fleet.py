@@ -13,7 +13,7 @@ from dataclasses import replace
 from pdd.config import LaunchConfig, WorkerConfig
 from pdd.launch.link_emulator import proxy_ports
 from pdd.launch.local import Deployment, StartError
-from pdd.launch.plan import plan_worker
+from pdd.launch.plan import plan_worker, release_worker
 from pdd.launch.process import ChildProcess
 from pdd.roles import Role
 
@@ -100,7 +100,7 @@ class Fleet:
         number = next(n for n in range(len(taken) + 1) if f"{role}-{n}" not in taken)
         worker = self._models[role].model_copy(update={"name": f"{role}-{number}", "port": None, "kv_port": None})
         config = _with_workers(deployment.config, (*deployment.config.workers, worker))
-        place = plan_worker(config, worker)
+        place = plan_worker(config, worker, deployment.ports)
         deployment.change(config, replace(deployment.topology, workers=(*deployment.topology.workers, place)))
         return worker.name
 
@@ -122,6 +122,7 @@ class Fleet:
         """No longer part of the deployment: everybody forgets them, and they end."""
         deployment = self._deployment
         config = _with_workers(deployment.config, tuple(w for w in deployment.config.workers if w.name not in names))
+        leaving = [place for place in deployment.topology.workers if place.name in names]
         places = tuple(place for place in deployment.topology.workers if place.name not in names)
         deployment.change(config, replace(deployment.topology, workers=places))
         for coordinator in self._coordinators():
@@ -133,6 +134,8 @@ class Fleet:
             if child.running():
                 child.order("reload", _RELOAD_S)
         self._tell_link()
+        for place in leaving:
+            release_worker(place, deployment.ports)
 
     def _tell_link(self) -> None:
         link = self._deployment.processes.get("link")

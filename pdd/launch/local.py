@@ -13,6 +13,7 @@ from types import TracebackType
 import yaml
 
 from pdd.config import LaunchConfig
+from pdd.launch.held_ports import HeldPorts
 from pdd.launch.link_emulator import proxy_ports
 from pdd.launch.plan import plan_topology
 from pdd.launch.process import ChildEvent, ChildProcess
@@ -27,12 +28,14 @@ class StartError(Exception):
 
 
 class Deployment:
-    """Use as a context manager: leaving it ends every process it started. ``start`` returns when all are ready."""
+    """Use as a context manager: leaving it ends every process it started. ``start`` returns when all are ready. ``ports``: all that it has
+    planned, nobody else's until it is left."""
 
     def __init__(self, config: LaunchConfig, cache_dir: Path, run_dir: Path | None = None) -> None:
         self.config = config
         self.cache_dir = cache_dir
-        self.topology: Topology = plan_topology(config)
+        self.ports = HeldPorts()
+        self.topology: Topology = plan_topology(config, self.ports)
         self._cleanup: Callable[[], None] | None = None
         if run_dir is None:
             temporary = tempfile.TemporaryDirectory(prefix="pdd-")
@@ -181,6 +184,7 @@ class Deployment:
         killed = [child.name for child in order if not child.wait(deadline_s)]
         self.processes.clear()
         self._ready.clear()
+        self.ports.release()
         if self._cleanup is not None:
             self._cleanup()
         return killed

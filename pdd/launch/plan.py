@@ -2,38 +2,41 @@
 
 from __future__ import annotations
 
-import random
-import socket
-
 from pdd.config import LaunchConfig, WorkerConfig
+from pdd.launch.held_ports import HeldPorts
 from pdd.topology import Address, Route, Topology, WorkerPlace
 
-# Picked ports are free again until the process that gets them listens. They lie below what kernels give to outgoing connections
-# (Linux: from 32768, IANA: from 49152), or a connection made meanwhile could take one.
-PICKED_PORTS = range(20000, 32000)
-_PICK_ATTEMPTS = 100
 
-
-def plan_topology(config: LaunchConfig) -> Topology:
-    """Raises ValueError naming the field when a configured port is taken."""
-    ports = _Ports()
+def plan_topology(config: LaunchConfig, ports: HeldPorts | None = None) -> Topology:
+    """``ports``: hold them until their processes have ended; None: for who starts nothing, they are let go of at once. Raises ValueError
+    naming the field when a configured port is taken.
+    """
+    if ports is None:
+        with HeldPorts() as briefly:
+            return plan_topology(config, briefly)
     places = tuple(_place(config, worker, ports) for worker in config.workers)
-    http = ports.take(config.serving.host, config.serving.http_port, "serving.http_port")
-    grpc = ports.take(config.serving.host, config.serving.grpc_port, "serving.grpc_port")
+    http, grpc = plan_doors(config, ports)
     registry = ports.take(config.serving.host, config.survival.registry_port, "survival.registry_port")
-    ports.release()
     return Topology(places, http, grpc, registry)
 
 
-def plan_worker(config: LaunchConfig, worker: WorkerConfig) -> WorkerPlace:
+def plan_doors(config: LaunchConfig, ports: HeldPorts) -> tuple[Address, Address]:
+    """HTTP and gRPC, for a coordinator over workers that there are. Raises as :func:`plan_topology`."""
+    http = ports.take(config.serving.host, config.serving.http_port, "serving.http_port")
+    return http, ports.take(config.serving.host, config.serving.grpc_port, "serving.grpc_port")
+
+
+def plan_worker(config: LaunchConfig, worker: WorkerConfig, ports: HeldPorts) -> WorkerPlace:
     """Ports for one more worker. Raises as :func:`plan_topology`."""
-    ports = _Ports()
-    place = _place(config, worker, ports)
-    ports.release()
-    return place
+    return _place(config, worker, ports)
 
 
-def _place(config: LaunchConfig, worker: WorkerConfig, ports: _Ports) -> WorkerPlace:
+def release_worker(place: WorkerPlace, ports: HeldPorts) -> None:
+    """It is no longer part of the deployment."""
+    ports.release({place.control, place.kv, *(address for route in place.routes for address in (route.control, route.kv))})
+
+
+def _place(config: LaunchConfig, worker: WorkerConfig, ports: HeldPorts) -> WorkerPlace:
     control = ports.take(worker.host, worker.port, f"workers.{worker.name}.port")
     kv = ports.take(worker.host, worker.kv_port, f"workers.{worker.name}.kv_port")
     routes = []
@@ -45,27 +48,3 @@ def _place(config: LaunchConfig, worker: WorkerConfig, ports: _Ports) -> WorkerP
         else:
             routes.append(Route(site, control, kv, config.local_link if site == worker.site else "tcp"))
     return WorkerPlace(worker.name, worker.role, worker.site, control, kv, tuple(routes))
-
-
-class _Ports:
-    """Holds every taken port bound until ``release``, so that no two picks collide."""
-
-    def __init__(self) -> None:
-        self._held: list[socket.socket] = []
-
-    def take(self, host: str, port: int | None, field: str) -> Address:
-        candidates = [port] if port is not None else random.sample(PICKED_PORTS, _PICK_ATTEMPTS)
-        for candidate in candidates:
-            try:
-                held = socket.create_server((host, candidate))
-            except OSError as error:
-                refused = error
-                continue
-            self._held.append(held)
-            return Address(host, candidate)
-        raise ValueError(f"{field}: cannot listen on {host}:{port or 'any port'}: {refused.strerror}") from refused
-
-    def release(self) -> None:
-        for held in self._held:
-            held.close()
-        self._held.clear()

@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from pdd.launch.held_ports import HeldPorts
 from pdd.launch.plan import plan_topology, plan_worker
 from pdd.worker.neighbours import Neighbours
 from tests.support.deployments import launch_config
@@ -27,7 +28,7 @@ def test_everything_follows_the_topology_in_place() -> None:
     assert set(receivers) == {"relay-0", "main-0"}
     assert known == {"prefill-0": "prefill", "relay-0": "relay", "main-0": "main"}
     more = config.workers[2].model_copy(update={"name": "main-1"})
-    place = plan_worker(config, more)
+    place = plan_worker(config, more, HeldPorts())
     seen.apply(replace(topology, workers=(*topology.workers, place)))
     near = place.route("a").kv
     assert near != place.kv, "over the emulated link"
@@ -46,7 +47,7 @@ def test_somebody_who_is_met_before_we_were_told_is_looked_up_in_the_operators_f
     topology.save(file)
     seen = Neighbours(config, config.workers[0], topology, file)
     assert "main-1" not in seen.known
-    place = plan_worker(config, config.workers[2].model_copy(update={"name": "main-1"}))
+    place = plan_worker(config, config.workers[2].model_copy(update={"name": "main-1"}), HeldPorts())
     replace(topology, workers=(*topology.workers, place)).save(file)
     near = place.route("a").kv
     assert seen.receivers.get("main-1") == ((near.host, near.port), (place.kv.host, place.kv.port))

@@ -19,6 +19,7 @@ import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdd.config import LaunchConfig
+from pdd.launch.held_ports import HeldPorts
 from pdd.launch.plan import plan_topology
 from pdd.launch.process import ChildEvent, ChildProcess
 from pdd.topology import Address, Topology
@@ -74,6 +75,12 @@ def started() -> Iterator[list[Process]]:
         process.child.kill()
 
 
+@pytest.fixture
+def ports() -> Iterator[HeldPorts]:
+    with HeldPorts() as held:
+        yield held
+
+
 def torch_config(model: Path | str) -> LaunchConfig:
     return launch_config(str(model), engines=("torch", "torch", "torch"))
 
@@ -107,9 +114,9 @@ def opening(hold: threading.Event) -> Iterator[worker_pb2.WorkerCommand]:
     hold.wait(START_TIMEOUT_S)
 
 
-def test_it_serves_and_ends_with_its_parent(model: Path, tmp_path: Path, started: list[Process]) -> None:
+def test_it_serves_and_ends_with_its_parent(model: Path, tmp_path: Path, started: list[Process], ports: HeldPorts) -> None:
     config = torch_config(model)
-    topology = plan_topology(config)
+    topology = plan_topology(config, ports)
     address = topology.worker("main-0").control
     process = Process(config, topology, tmp_path)
     started.append(process)
@@ -140,13 +147,13 @@ def test_it_serves_and_ends_with_its_parent(model: Path, tmp_path: Path, started
 
 @pytest.mark.parametrize(("worker", "threads"), [("prefill-0", "tf_XLAEigen"), ("main-0", "python")])
 def test_compute_threads_have_their_cores_and_give_way_to_the_event_loop(
-    worker: str, threads: str, model: Path, tmp_path: Path, started: list[Process]
+    worker: str, threads: str, model: Path, tmp_path: Path, started: list[Process], ports: HeldPorts
 ) -> None:
     all_cores = os.sched_getaffinity(0)
     one = {max(all_cores)}
     config = launch_config(str(model), engines=("jax", "jax", "torch"))
     config = config.model_copy(update={"workers": tuple(each.model_copy(update={"cpus": tuple(one)}) for each in config.workers)})
-    process = Process(config, plan_topology(config), tmp_path, worker)
+    process = Process(config, plan_topology(config, ports), tmp_path, worker)
     started.append(process)
     process.until("ready")
     pid, own = process.child.pid, os.getpriority(os.PRIO_PROCESS, 0)
@@ -161,9 +168,9 @@ def test_compute_threads_have_their_cores_and_give_way_to_the_event_loop(
     assert os.getsid(pid) == os.getsid(0) != os.getpgid(pid) == pid
 
 
-def test_sigterm_while_loading_ends_it(model: Path, tmp_path: Path, started: list[Process]) -> None:
+def test_sigterm_while_loading_ends_it(model: Path, tmp_path: Path, started: list[Process], ports: HeldPorts) -> None:
     config = torch_config(model)
-    process = Process(config, plan_topology(config), tmp_path)
+    process = Process(config, plan_topology(config, ports), tmp_path)
     started.append(process)
     process.until("loading")
     process.child._popen.send_signal(signal.SIGTERM)
@@ -172,9 +179,9 @@ def test_sigterm_while_loading_ends_it(model: Path, tmp_path: Path, started: lis
 
 
 @pytest.mark.parametrize("which", ["control", "kv"])
-def test_a_port_in_use_is_one_clear_line(which: str, model: Path, tmp_path: Path, started: list[Process]) -> None:
+def test_a_port_in_use_is_one_clear_line(which: str, model: Path, tmp_path: Path, started: list[Process], ports: HeldPorts) -> None:
     config = torch_config(model)
-    topology = plan_topology(config)
+    topology = plan_topology(config, ports)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -188,7 +195,7 @@ def test_a_port_in_use_is_one_clear_line(which: str, model: Path, tmp_path: Path
     assert f"cannot listen on 127.0.0.1:{port}" in line
 
 
-def test_what_cannot_be_served_is_one_clear_line(model: Path, tmp_path: Path, started: list[Process]) -> None:
+def test_what_cannot_be_served_is_one_clear_line(model: Path, tmp_path: Path, started: list[Process], ports: HeldPorts) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     broken = make_tiny_llama(tmp_path / "broken", num_layers=2)
@@ -203,7 +210,7 @@ def test_what_cannot_be_served_is_one_clear_line(model: Path, tmp_path: Path, st
     ]:
         folder = tmp_path / f"run-{name}"
         folder.mkdir()
-        process = Process(config, plan_topology(config), folder, worker)
+        process = Process(config, plan_topology(config, ports), folder, worker)
         started.append(process)
         status, line = process.ended()
         assert (status, line.startswith(f"worker {worker}: ")) == (1, True), line
