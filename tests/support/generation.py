@@ -30,7 +30,7 @@ def make_request(
     sampling: SamplingParams | None = None,
     stop_strings: tuple[str, ...] = (),
     want_text: bool = False,
-    timeout_s: float = 10.0,
+    timeout_s: float = 60.0,
     **override: object,
 ) -> GenerationRequest:
     return GenerationRequest(

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from unittest import mock
 
 import grpc.aio
 
@@ -20,12 +22,16 @@ from pdd.serving.metrics import Metrics
 from pdd.serving.text.model import TextModel
 from pdd.serving.worker_pool import WorkerPool
 from pdd.topology import Address, Route, Topology, WorkerPlace
-from pddbridge.rpc.channel import bind, make_server
+from pddbridge.rpc.channel import KeepAlive, bind, make_server, open_channel
 from pddbridge.rpc.convert import params_from_proto, record_to_proto
 from pddbridge.rpc.gen import worker_pb2 as pb
 from pddbridge.rpc.gen import worker_pb2_grpc
 from pddbridge.stops import finish_reason
 from tests.support.worker_script import KV_BYTES_PER_TOKEN, TICK_S, VOCAB_SIZE, Script, TokenFunction, record
+
+# Coordinator and workers are one process: on a busy machine all of them are silent for as long. Whoever is to be lost here breaks a stream.
+PATIENT = KeepAlive(timeout_s=120.0)
+PATIENT_SURVIVAL: dict[str, object] = {"answer_timeout_s": 120.0, "lost_after_s": 120.0}
 
 
 class Row:
@@ -185,7 +191,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         return not self.rows and not self.incoming and self.num_outgoing == 0
 
     async def start(self) -> None:
-        self._server = make_server()
+        self._server = make_server(PATIENT)
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
         self.port = bind(self._server, "127.0.0.1", self.port)
         await self._server.start()
@@ -336,7 +342,7 @@ class Cluster:
                 ],
                 "serving": {"site": "a", "allow_override": True, **serving},
                 "policy": policy,
-                "survival": survival or {},
+                "survival": PATIENT_SURVIVAL if survival is None else survival,
             }
         )
 
@@ -382,11 +388,13 @@ async def serving(
     cluster = Cluster(token, roles, policy or {}, serving or {}, survival)
     cluster.kv_bytes_per_token = kv_bytes_per_token
     async with contextlib.AsyncExitStack() as stack:
+        patient = functools.partial(open_channel, keep_alive=PATIENT)
+        stack.enter_context(mock.patch("pdd.serving.worker_pool.open_channel", patient))
         for worker in cluster.workers:
             worker.script = (scripts or {}).get(worker.name, worker.script)
             await worker.start()
             stack.push_async_callback(worker.kill)
-        pool = await WorkerPool.connect(cluster.topology, "a", timeout_s=5.0, survival=cluster.config.survival)
+        pool = await WorkerPool.connect(cluster.topology, "a", timeout_s=60.0, survival=cluster.config.survival)
         stack.push_async_callback(pool.close)
         coordinator = Coordinator(cluster.config, pool, text_model, Metrics())
         stack.push_async_callback(coordinator.close)

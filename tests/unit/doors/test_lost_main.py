@@ -101,7 +101,7 @@ async def test_case_81_an_answer_that_breaks_off_is_an_error_and_what_was_made_i
     scripts = {"main-0": Script(break_at=5)}
     async with serving(next_letter, roles=ROLES, scripts=scripts, text_model=text) as (cluster, coordinator):
         with caplog.at_level(logging.WARNING, logger="pdd.serving.coordinator"):
-            async with open_doors(WithoutSpare(text, coordinator, cluster)) as doors, asyncio.timeout(10):
+            async with open_doors(WithoutSpare(text, coordinator, cluster)) as doors, asyncio.timeout(60):
                 await client(doors)
         assert f"prompt tokens {NUM_PROMPT}, generated 5" in caplog.text
         sample = coordinator.metrics.registry.get_sample_value
