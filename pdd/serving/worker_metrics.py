@@ -33,6 +33,8 @@ class WorkerCollector(Collector):
         opened = CounterMetricFamily("pdd:worker_breaker_opened", "Times that its breaker opened", labels=worker_label)
         moved = CounterMetricFamily("pdd:worker_streams_moved", "Streams taken from it when it drained too long", labels=worker_label)
         hung = CounterMetricFamily("pdd:worker_given_up", "Times that it was given up though nothing had closed", labels=by_reason)
+        chosen = CounterMetricFamily("pdd:worker_tokens_chosen", "Sampled tokens by who chose them", labels=["worker", "by"])
+        fallbacks = CounterMetricFamily("pdd:worker_engine_fallbacks", "Slower paths that its engine took", labels=by_reason)
         routes = CounterMetricFamily("pdd:routes", "Choices of a worker", labels=["role", "reason"])
         now = time.monotonic()
         for worker in self._pool.workers:
@@ -48,9 +50,13 @@ class WorkerCollector(Collector):
             moved.add_metric(labels, worker.counts.moved)
             for reason, count in worker.counts.hung.items():
                 hung.add_metric((worker.name, reason), count)
+            for by, count in worker.info.tokens_chosen.items():
+                chosen.add_metric((worker.name, by), count)
+            for reason, count in worker.info.engine_fallbacks.items():
+                fallbacks.add_metric((worker.name, reason), count)
         for (role, reason), count in self._pool.num_routes.items():
             routes.add_metric((role, reason), count)
-        return (ready, usable, draining, breaker, held, told, failures, opened, moved, hung, routes)
+        return (ready, usable, draining, breaker, held, told, failures, opened, moved, hung, chosen, fallbacks, routes)
 
 
 class LeaseCollector(Collector):

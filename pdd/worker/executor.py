@@ -18,7 +18,7 @@ from pdd.worker import messages as m
 from pdd.worker.admission import Admission
 from pdd.worker.batch import BatchRow
 from pdd.worker.kv_memory import KVMemory
-from pdd.worker.metrics import Counters
+from pdd.worker.metrics import Counters, EngineCounts
 from pdd.worker.push_feed import PushFeed
 from pdd.worker.push_reads import PushReads
 from pdd.worker.request import IngestError, Phase, RequestState
@@ -348,6 +348,10 @@ class Executor:
         self._push_reads.forget(request)
         request.phase = Phase.OVER
         self._emit(request.request_id, m.Failed(code, message))
+
+    def engine_counts(self) -> EngineCounts:
+        stats = self._engine.stats()
+        return EngineCounts(dict(stats.chosen), dict(stats.fallbacks))
 
     def _snapshot(self) -> m.Snapshot:
         stats = self._engine.stats()

@@ -1,8 +1,9 @@
-"""What the step thread counts, ever. See pdd.v1.LedgerReply for what the names mean to others."""
+"""What the step thread and its engine count, ever. See pdd.v1.LedgerReply for what the names mean to others."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -19,3 +20,11 @@ class Counters:
     sampled_tokens: int = 0
     steps_ahead: int = 0
     rows_void: int = 0
+
+
+@dataclass(frozen=True)
+class EngineCounts:
+    """``chosen``, ``fallbacks``: as in :class:`pddbridge.engine.EngineStats`, copies that nobody writes to."""
+
+    chosen: Mapping[str, int] = field(default_factory=dict)
+    fallbacks: Mapping[str, int] = field(default_factory=dict)

@@ -93,7 +93,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         runtime = self._runtime
         if runtime is None:
             return worker_pb2.WorkerInfo(name=self._name, epoch=self._epoch, ready=False)
-        facts = runtime.facts
+        facts, counts = runtime.facts, runtime.step_loop.engine_counts
         return worker_pb2.WorkerInfo(
             name=self._name,
             engine=facts.engine,
@@ -117,6 +117,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             step_age_s=runtime.step_loop.turn_age_s(),
             max_step_tokens=facts.config.max_step_tokens,
             draining=self.draining,
+            tokens_chosen=counts.chosen,
+            engine_fallbacks=counts.fallbacks,
         )
 
     async def Ledger(self, request: worker_pb2.LedgerRequest, context: grpc.aio.ServicerContext) -> worker_pb2.LedgerReply:  # noqa: N802

@@ -18,6 +18,7 @@ from functools import partial
 
 from pdd.worker import messages as m
 from pdd.worker.executor import Executor, ExecutorLimits
+from pdd.worker.metrics import EngineCounts
 from pddbridge.engine import Engine, EngineConfig
 from pddbridge.give_way import give_way
 from pddbridge.kv_layout import KVLayout
@@ -28,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 # Received KV is placed between steps; more than this in one go would show as a pause in the neighbours' tokens.
 PLACE_BYTES_PER_STEP = 16 * 1024 * 1024
+
+# How old what it tells of the engine's counts may be while it steps.
+COUNTS_EVERY_S = 0.5
 
 THREAD_NAME = "step-loop"
 
@@ -79,6 +83,7 @@ class StepLoop:
         self._wake = threading.Condition()
         self._stopping = False
         self._turn_began: float | None = None  # monotonic; None while it sleeps. Written by the step thread alone
+        self._counts: tuple[float, EngineCounts] = (0.0, EngineCounts())  # and when they were taken. Written by the step thread alone
         self._events: Events = []
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
 
@@ -126,6 +131,11 @@ class StepLoop:
         began = self._turn_began
         return 0.0 if began is None else time.monotonic() - began
 
+    @property
+    def engine_counts(self) -> EngineCounts:
+        """As they were when it last slept, or :data:`COUNTS_EVERY_S` ago. From any thread, at once."""
+        return self._counts[1]
+
     def stop(self) -> None:
         """End after the step in flight. Does not wait."""
         with self._wake:
@@ -149,6 +159,7 @@ class StepLoop:
             self.ready.set_exception(error)
             self._abandon(error)
             return
+        self._counts = time.monotonic(), executor.engine_counts()
         self.ready.set_result(facts)
         try:
             self._serve(executor)
@@ -161,6 +172,8 @@ class StepLoop:
     def _serve(self, executor: Executor) -> None:
         stepped = False
         while True:
+            if not stepped or time.monotonic() - self._counts[0] >= COUNTS_EVERY_S:
+                self._counts = time.monotonic(), executor.engine_counts()
             with self._wake:
                 while not self._inbox and not stepped and not self._stopping:
                     deadline = executor.next_deadline()

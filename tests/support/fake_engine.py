@@ -104,6 +104,7 @@ class FakeEngine:
         self.reads: list[TokenRange] = []
         self.copies: list[tuple[int, int]] = []
         self.result_fails = False
+        self.num_chosen = 0
 
     name = "fake"
     kv_spec = KV_SPEC
@@ -151,6 +152,7 @@ class FakeEngine:
             tuple(TokenRecord(token_id, -0.5 * token_id, ((token_id, 0.0),) * row.num_logprobs) for token_id in row.next_ids.tolist())
             for row in step.scores
         )
+        self.num_chosen += len(records)
         return StepResult(tuple(records), scores)
 
     def start_step(self, step: Step, after: StepUnderWay | None = None) -> FakeStep:
@@ -200,7 +202,7 @@ class FakeEngine:
 
     def stats(self) -> EngineStats:
         self._check_thread()
-        return EngineStats(0, len(self.steps), {})
+        return EngineStats(0, len(self.steps), {"no_device": 1}, {"argmax": self.num_chosen})
 
     def pages(self, plane: str) -> np.ndarray:
         """The stored pages of a plane, for looking at."""

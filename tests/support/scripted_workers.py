@@ -177,6 +177,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self.known: set[tuple[str, tuple[int, ...]]] = set()
         self.received_bytes = 0
         self.links: list[pb.LinkState] = []  # what it says it measured
+        self.tokens_chosen: dict[str, int] = {}  # and what it says its engine counted
+        self.engine_fallbacks: dict[str, int] = {}
         self.epoch = 1
         self.port = 0
         self._next_transfer = 1
@@ -217,6 +219,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             step_age_s=self.script.step_age_s,
             max_step_tokens=256,
             links=self.links,
+            tokens_chosen=self.tokens_chosen,
+            engine_fallbacks=self.engine_fallbacks,
         )
 
     async def Attach(  # noqa: N802

@@ -43,6 +43,19 @@ async def answer_while(coordinator: Coordinator, hang: asyncio.Event | None, scr
     return outcome, gap_s
 
 
+async def test_metrics_tell_what_the_engines_of_workers_count() -> None:
+    async with serving(hashed_token, survival=QUICK) as (cluster, coordinator):
+        cluster.worker("main").tokens_chosen = {"drawn": 7, "host_penalties": 2}
+        cluster.worker("relay").engine_fallbacks = {"some_slower_path": 1}
+        async with asyncio.timeout(20):
+            while not value(coordinator, "pdd:worker_engine_fallbacks_total", worker="relay-0", reason="some_slower_path"):
+                await asyncio.sleep(0.01)
+            while not value(coordinator, "pdd:worker_tokens_chosen_total", worker="main-0", by="drawn"):
+                await asyncio.sleep(0.01)
+        assert value(coordinator, "pdd:worker_tokens_chosen_total", worker="main-0", by="drawn") == 7
+        assert value(coordinator, "pdd:worker_tokens_chosen_total", worker="main-0", by="host_penalties") == 2
+
+
 async def test_a_worker_whose_step_thread_hangs_is_lost_though_it_answers_well() -> None:
     hanging = Script(silent_at=4)
     async with serving(hashed_token, roles=TWO_MAINS, scripts=scripts_of(hanging), survival=QUICK) as (cluster, coordinator):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import threading
 from collections.abc import Sequence
 
 import pytest
 
 from pdd.worker import messages as m
 from pdd.worker.executor import ExecutorLimits
+from pddbridge.engine import Step
 from pddbridge.rpc.gen import worker_pb2
 from tests.support.fake_engine import KV_SPEC, FakeEngine, expected_log
 from tests.support.worker_harness import Attached, WorkerHarness
@@ -36,6 +40,41 @@ async def test_info_tells_what_a_coordinator_compares() -> None:
         assert (info.max_context_tokens, info.vocab_size, info.kv_bytes_per_token, info.kv_dtype) == (100, 300, BYTES, "float32")
         assert info.epoch == worker.service.epoch != 0
         assert len(info.fingerprint) == 64
+
+
+async def until_chosen(worker: WorkerHarness, num_tokens: int) -> None:
+    async with asyncio.timeout(20):
+        info = await worker.stub.Info(worker_pb2.InfoRequest())
+        while info.tokens_chosen["argmax"] < num_tokens:
+            await asyncio.sleep(0.01)
+            info = await worker.stub.Info(worker_pb2.InfoRequest())
+    assert dict(info.engine_fallbacks) == {"no_device": 1}
+
+
+async def test_info_tells_what_the_engine_has_counted_by_the_time_it_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdd.worker.step_loop.COUNTS_EVERY_S", 1e6)
+    async with WorkerHarness("w", FakeEngine) as worker:
+        stream = worker.attach().open("r", PROMPT)
+        await stream.tokens(8)
+        await until_chosen(worker, 8)
+        await stream.half_close()
+        assert dict((await worker.assert_idle()).tokens_chosen) == {"argmax": 8}
+
+
+async def test_info_tells_what_the_engine_counts_while_it_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdd.worker.step_loop.COUNTS_EVERY_S", 0.0)
+    steps, told = itertools.count(), threading.Event()
+
+    def hold(step: Step) -> None:
+        if next(steps) == 5:
+            assert told.wait(20)
+
+    async with WorkerHarness("w", lambda: FakeEngine(before_step=hold)) as worker:
+        stream = worker.attach().open("r", PROMPT)
+        await until_chosen(worker, 1)
+        told.set()
+        assert await stream.tokens(8) == expected_log(PROMPT, 8)
+        await stream.half_close()
 
 
 async def test_one_worker_computes_and_decodes() -> None:

@@ -31,7 +31,21 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("name", "engine", "device", "epoch", "fingerprint", "model_name", "ready", "page_size", "num_pages", "max_context_tokens", "kv_bytes_per_token", "vocab_size", "kv_dtype", "layout", "num_running", "max_rows", "kv_links", "nixl_port", "links", "step_age_s", "draining", "max_step_tokens")
+    __slots__ = ("name", "engine", "device", "epoch", "fingerprint", "model_name", "ready", "page_size", "num_pages", "max_context_tokens", "kv_bytes_per_token", "vocab_size", "kv_dtype", "layout", "num_running", "max_rows", "kv_links", "nixl_port", "links", "step_age_s", "draining", "max_step_tokens", "tokens_chosen", "engine_fallbacks")
+    class TokensChosenEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class EngineFallbacksEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     NAME_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +68,8 @@ class WorkerInfo(_message.Message):
     STEP_AGE_S_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     MAX_STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FALLBACKS_FIELD_NUMBER: _ClassVar[int]
     name: str
     engine: str
     device: str
@@ -76,7 +92,9 @@ class WorkerInfo(_message.Message):
     step_age_s: float
     draining: bool
     max_step_tokens: int
-    def __init__(self, name: _Optional[str] = ..., engine: _Optional[str] = ..., device: _Optional[str] = ..., epoch: _Optional[int] = ..., fingerprint: _Optional[str] = ..., model_name: _Optional[str] = ..., ready: _Optional[bool] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., vocab_size: _Optional[int] = ..., kv_dtype: _Optional[str] = ..., layout: _Optional[str] = ..., num_running: _Optional[int] = ..., max_rows: _Optional[int] = ..., kv_links: _Optional[_Iterable[str]] = ..., nixl_port: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkState, _Mapping]]] = ..., step_age_s: _Optional[float] = ..., draining: _Optional[bool] = ..., max_step_tokens: _Optional[int] = ...) -> None: ...
+    tokens_chosen: _containers.ScalarMap[str, int]
+    engine_fallbacks: _containers.ScalarMap[str, int]
+    def __init__(self, name: _Optional[str] = ..., engine: _Optional[str] = ..., device: _Optional[str] = ..., epoch: _Optional[int] = ..., fingerprint: _Optional[str] = ..., model_name: _Optional[str] = ..., ready: _Optional[bool] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., vocab_size: _Optional[int] = ..., kv_dtype: _Optional[str] = ..., layout: _Optional[str] = ..., num_running: _Optional[int] = ..., max_rows: _Optional[int] = ..., kv_links: _Optional[_Iterable[str]] = ..., nixl_port: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkState, _Mapping]]] = ..., step_age_s: _Optional[float] = ..., draining: _Optional[bool] = ..., max_step_tokens: _Optional[int] = ..., tokens_chosen: _Optional[_Mapping[str, int]] = ..., engine_fallbacks: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class LinkState(_message.Message):
     __slots__ = ("receiver", "link", "goodput_bytes_s", "wire_bytes_s", "round_trip_s", "queued_bytes", "num_connections", "kv_bytes", "kv_wire_bytes", "codec", "num_transfers", "address")
