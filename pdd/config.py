@@ -70,7 +70,7 @@ class WorkerConfig(StrictModel):
     ``host_cache_mib``: of host memory for cached pages that must leave the device; 0: they vanish. ``run_ahead``:
     whether a decode step is started before the tokens of the one before are known; "auto": where the device is not the host's CPU.
     ``sample_on_device``: whether tokens are drawn there; "auto" likewise, since a CPU draws faster by the host's sampler. The tokens are
-    the same.
+    the same. ``decode_graphs``: whether PyTorch records its decode steps on a CUDA device and replays them; "auto": where it can.
     """
 
     name: Name
@@ -93,6 +93,7 @@ class WorkerConfig(StrictModel):
     num_devices: Annotated[int, Field(ge=1, le=256)] = 1
     run_ahead: Literal["auto", "on", "off"] = "auto"
     sample_on_device: Literal["auto", "on", "off"] = "auto"
+    decode_graphs: Literal["auto", "on", "off"] = "auto"
     prefix_cache: bool = True
     host_cache_mib: Annotated[int, Field(ge=0)] = 0
     host: str = "127.0.0.1"
@@ -103,6 +104,17 @@ class WorkerConfig(StrictModel):
     def _tiers_go_together(self) -> WorkerConfig:
         if self.host_cache_mib and not self.prefix_cache:
             raise ValueError(f"host_cache_mib: given {self.host_cache_mib}, which needs prefix_cache: true")
+        return self
+
+    @property
+    def can_replay(self) -> bool:
+        """Whether the engine has graphs of its steps on the device."""
+        return self.engine == "torch" and self.device.startswith("cuda")
+
+    @model_validator(mode="after")
+    def _graphs_are_for_devices_that_replay(self) -> WorkerConfig:
+        if self.decode_graphs == "on" and not self.can_replay:
+            raise ValueError(f"decode_graphs: given 'on' for {self.engine} on device {self.device!r}, allowed with torch on 'cuda'")
         return self
 
     @model_validator(mode="after")

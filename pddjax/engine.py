@@ -63,6 +63,8 @@ def create(model_dir: str, config: EngineConfig, choose_ops: Callable[..., jax_o
 def create_from(checkpoint: ModelTensors, config: EngineConfig, choose_ops: Callable[..., jax_ops.JaxOps] = jax_ops.choose) -> JaxEngine:
     """As :func:`create`, of a checkpoint that is open already, or of weights that are in no file."""
     check_config(config, checkpoint.spec, (*COMPUTE_DTYPES, INT8))
+    if config.decode_graphs:
+        raise ValueError("decode_graphs: given True, allowed False: this engine compiles whole steps")
     _configure_jax(config)
     devices = _devices(config)
     int8 = config.compute_dtype == INT8

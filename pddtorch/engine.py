@@ -30,7 +30,9 @@ from pddkernels.native.build import NativeUnavailableError
 from pddkernels.native.torch_native import Native
 from pddkernels.torch_ops import Problem, choose
 from pddtorch.arrays import TORCH_DTYPES
-from pddtorch.batch import make_batch
+from pddtorch.batch import Batch, make_batch
+from pddtorch.cuda_graphs import CudaRecorder, Recorder
+from pddtorch.decode_graphs import DecodeGraphs
 from pddtorch.draw import measured_error
 from pddtorch.kv import KVPool
 from pddtorch.model import LlamaModel
@@ -52,15 +54,17 @@ def create(model_dir: str, config: EngineConfig) -> TorchEngine:
 
 class TorchEngine:
     """See :class:`pddbridge.engine.Engine`. All calls from one thread. ``checkpoint``: opened by :func:`create`, or weights that are in no
-    file.
+    file · ``recorder``: of decode steps, if the config wants them recorded; by default the device's.
     """
 
     @torch.inference_mode()
-    def __init__(self, checkpoint: ModelTensors, config: EngineConfig) -> None:
+    def __init__(self, checkpoint: ModelTensors, config: EngineConfig, recorder: Recorder | None = None) -> None:
         check_config(config, checkpoint.spec, (*COMPUTE_DTYPES, INT8))
         if config.num_devices != 1:
             raise ValueError(f"num_devices: given {config.num_devices}, this engine uses 1")
         self._device = _device(config.device)
+        if config.decode_graphs and recorder is None:
+            recorder = _recorder(self._device)
         self._config = config
         self._spec = checkpoint.spec
         self._thread: int | None = None
@@ -84,6 +88,9 @@ class TorchEngine:
         moves, missing = native_moves(config.compile_cache_dir) if self._device.type == "cpu" else (None, {})
         self._fallbacks |= missing
         self._pool = KVPool(self._kv_spec, config.num_pages, self._layout, self._ops, self._device, moves)
+        self._graphs: DecodeGraphs | None = None
+        if config.decode_graphs and recorder is not None:
+            self._graphs = DecodeGraphs(self._ops, self._forward, self._device, recorder, config)
         self._num_steps = 0
         self._chosen: Counter[str] = Counter()
         self._draw_error = measured_error(self._device) if config.sample_on_device else 0.0
@@ -115,11 +122,19 @@ class TorchEngine:
         return self._weights_digest
 
     def warm_up(self, progress: Callable[[int, int, str], None]) -> None:
-        """Run representative shapes, so that oneDNN's kernels exist and memory is touched. Writes to no page of the caller's."""
+        """Record what is to be recorded and run representative shapes, so that oneDNN's kernels exist and memory is touched. Writes to no
+        page of the caller's.
+        """
+        self._own_thread()
         shapes = warm_up_shapes(self._config)
-        for done, shape in enumerate(shapes, start=1):
+        num_graphs = 0 if self._graphs is None else len(self._graphs.sizes)
+        total = num_graphs + len(shapes)
+        if self._graphs is not None:
+            for done, num_rows in enumerate(self._graphs.record_all(), start=1):
+                progress(done, total, f"graph of decode, {num_rows} rows")
+        for done, shape in enumerate(shapes, start=num_graphs + 1):
             self._logits(shape.step(self._pool.scratch_page))
-            progress(done, len(shapes), shape.label)
+            progress(done, total, shape.label)
         most_logits = min(self._config.max_step_tokens, self._config.max_rows + MAX_SCORED_TOKENS)
         self._model.warm_up(self._config.max_step_tokens, most_logits)
 
@@ -136,14 +151,14 @@ class TorchEngine:
                 raise ValueError("after: given another step than the one that was started last, or one with other rows")
             fed = after.chosen.ids
         logits = self._logits(step, fed)
-        self._num_steps += 1
+        self._count(step)
         choice = Choice.of(step.samples, self._config.sample_on_device, self._spec.vocab_size, self._draw_error)
         return TorchStep.of(step, choice, logits, self._config.run_ahead, self._chosen)
 
     def logits(self, step: Step) -> np.ndarray:
         check_step(step, self._config, self._spec.vocab_size)
         logits = self._logits(step)
-        self._num_steps += 1
+        self._count(step)
         return np.empty((0, self._spec.vocab_size), np.float32) if logits is None else logits[: len(step.samples)].cpu().numpy()
 
     @torch.inference_mode()
@@ -170,14 +185,28 @@ class TorchEngine:
 
     def stats(self) -> EngineStats:
         fallbacks = {**self._fallbacks, **self._ops.fallbacks}
-        return EngineStats(compilations=0, steps=self._num_steps, fallbacks=fallbacks, chosen=dict(self._chosen))
+        recorded = replayed = 0
+        if self._graphs is not None:
+            recorded, replayed = self._graphs.num_recorded, self._graphs.num_replays
+            fallbacks |= self._graphs.fallbacks
+        return EngineStats(recorded, self._num_steps, fallbacks, dict(self._chosen), graphed_steps=replayed)
 
     @torch.inference_mode()
     def _logits(self, step: Step, fed: torch.Tensor | None = None) -> torch.Tensor | None:
         """``fed`` [T] i64: the tokens, instead of those that ``step`` has."""
         self._own_thread()
-        batch = make_batch(step, self._ops, self._device, fed)
+        graph = None if self._graphs is None else self._graphs.find(step)
+        if graph is not None:
+            return graph.run(step, fed)
+        return self._forward(make_batch(step, self._ops, self._device, fed))
+
+    def _forward(self, batch: Batch) -> torch.Tensor | None:
         return self._model.forward(batch, self._pool.layers)
+
+    def _count(self, step: Step) -> None:
+        self._num_steps += 1
+        if self._graphs is not None:
+            self._graphs.count(step)
 
     def _own_thread(self) -> None:
         """OpenMP's thread count belongs to the thread that calls, and the worker's step thread is not the one that loaded."""
@@ -195,6 +224,12 @@ def _open_native(device: torch.device, cache_dir: str | None) -> tuple[Native | 
     except NativeUnavailableError as error:
         logger.warning("slower operations instead of native kernels: %s", error)
         return None, {error.reason: 1}
+
+
+def _recorder(device: torch.device) -> Recorder:
+    if device.type != "cuda":
+        raise ValueError(f"decode_graphs: given True, allowed False on device {str(device)!r}: only a CUDA device replays recorded steps")
+    return CudaRecorder(device)
 
 
 def _device(name: str) -> torch.device:

@@ -90,6 +90,17 @@ def _torch_engine(setting: Setting) -> list[Finding]:
     return engine_speed.run("torch", setting.device, setting.torch_device, setting.sizes, setting.threads, setting.seed)
 
 
+def _graphed_decode(setting: Setting) -> list[Finding]:
+    if setting.device != "cuda":
+        return [Finding("decode graphs", "skipped", f"a {setting.device} replays no recorded steps")]
+    from benchmarks.gpu import models
+
+    models.set_environment({"torch": setting.device}, setting.threads)
+    from benchmarks.gpu import graphed_decode
+
+    return graphed_decode.run(setting.device, setting.torch_device, setting.sizes, setting.threads, setting.seed)
+
+
 def _jax_engine(setting: Setting) -> list[Finding]:
     from benchmarks.gpu import models
 
@@ -128,6 +139,7 @@ PARTS: Final[dict[str, Part]] = {
         Part("handoff torch to torch", (*_BRIDGE, "torch"), False, 180, _handoff("torch")),
         Part("limits", _KERNELS, True, 60, _limits),
         Part("torch engine", (*_BRIDGE, "torch"), True, 150, _torch_engine),
+        Part("decode graphs", (*_BRIDGE, "torch", "triton"), True, 120, _graphed_decode),
         Part("kernel speed", _KERNELS, True, 120, _speed),
         Part("jax engine", (*_BRIDGE, "torch", "jax", "flax"), True, 400, _jax_engine),
     )

@@ -14,7 +14,8 @@ class Sizes:
     ``copy_bytes``, ``matmul_side``, ``rounds``: of measurements · ``timed``: attention steps that are timed · ``timed_tokens``: of timed
     page moves · ``streams``: decode rows of an engine · ``prompt_tokens``: in KV before they decode · ``decode_steps`` · ``chunks``:
     (tokens in KV, new) of prefill steps · ``model``: of :data:`pddkernels.shapes.MODEL_SHAPES`, or "tiny" · ``handed_tokens``: of the
-    prompt that is handed over.
+    prompt that is handed over · ``graphed``: models whose decode steps are timed with graphs and without, with how many of their layers
+    (None: all) · ``graphed_streams``: of them.
     """
 
     batches: dict[str, Rows]
@@ -31,6 +32,8 @@ class Sizes:
     chunks: Rows
     model: str
     handed_tokens: int
+    graphed: tuple[tuple[str, int | None], ...]
+    graphed_streams: tuple[int, ...]
 
 
 # Around page boundaries (16), tiles (64, 128), windows (128, 1,024, 4,096), and far enough for key ranges to be split over the device.
@@ -66,6 +69,8 @@ FULL: Final = Sizes(
     chunks=((0, 2048), (8192, 2048)),
     model="llama-3.1-8b",
     handed_tokens=300,
+    graphed=(("smollm2-135m", None), ("llama-3.1-8b", 8)),
+    graphed_streams=(1, 8, 16, 64),
 )
 
 SMALL: Final = Sizes(
@@ -83,6 +88,8 @@ SMALL: Final = Sizes(
     chunks=((0, 32), (32, 32)),
     model="tiny",
     handed_tokens=37,
+    graphed=(("tiny", 2),),
+    graphed_streams=(1, 3),
 )
 
 SIZES: Final[dict[str, Sizes]] = {"full": FULL, "small": SMALL}

@@ -28,7 +28,8 @@ class EngineConfig:
     programs survive a restart, None for nowhere. ``num_devices``: over how many of ``device`` the model and its KV are split, by heads;
     what is read and written through the contract is the same for any number. ``run_ahead``: whether a step says ``feeds_next``; of use
     where the device computes while the host waits. ``sample_on_device``: whether the device draws what has a temperature and needs no more
-    than its logits (:mod:`pddbridge.draw_plan`); it always chooses what is plainly greedy.
+    than its logits (:mod:`pddbridge.draw_plan`); it always chooses what is plainly greedy. ``decode_graphs``: whether steps of decode rows
+    are recorded when the engine warms up and replayed from then on, for PyTorch on a CUDA device.
     """
 
     device: str
@@ -44,6 +45,7 @@ class EngineConfig:
     num_devices: int = 1
     run_ahead: bool = False
     sample_on_device: bool = False
+    decode_graphs: bool = False
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,8 @@ class KVBlock:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counters since construction. ``compilations`` counts traced-and-compiled programs (0 for engines that compile nothing).
+    """Counters since construction. ``compilations`` counts traced-and-compiled programs and recorded steps (0 for engines that compile and
+    record nothing). ``graphed_steps``: those of ``steps`` that replayed a recorded one.
 
     ``chosen``: sampled tokens by who chose them: "argmax" and "drawn" on the device, "host_" and why not: "off", or what was asked for
     ("record", "penalties", "bias", "mask", "temperature"), or "doubt", which rounding left.
@@ -158,6 +161,7 @@ class EngineStats:
     steps: int
     fallbacks: dict[str, int]
     chosen: dict[str, int] = field(default_factory=dict)
+    graphed_steps: int = 0
 
 
 class PendingKV(Protocol):

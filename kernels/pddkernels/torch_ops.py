@@ -14,9 +14,11 @@ import numpy as np
 import torch
 
 from pddkernels.kv_pages import portable_torch as portable_pages
-from pddkernels.native.torch_native import NATIVE_DTYPES, Chunk, DecodePlan, Native, fits
+from pddkernels.native.torch_native import NATIVE_DTYPES, Chunk, Native, fits
+from pddkernels.native.torch_native import DecodePlan as NativeDecodePlan
 from pddkernels.ragged_paged_attention import portable_torch as portable_attention
 from pddkernels.ragged_paged_attention.options import AttentionOptions
+from pddkernels.ragged_paged_attention.triton_decode_plan import DecodePlan
 from pddkernels.ragged_paged_attention.triton_plan import Plan, plan
 from pddkernels.ragged_paged_attention.triton_tiles import Geometry, Gpu, Tiles, tiles_for, unsupported
 
@@ -70,6 +72,17 @@ class StepKernels(Protocol):
         of the problem's."""
 
 
+class FixedDecode(Protocol):
+    """The kernels of a step of decode rows, of up to so many rows, whose arrays stay where they are: what a captured graph can replay."""
+
+    @property
+    def kernels(self) -> StepKernels: ...
+
+    def fill(self, context_lens: np.ndarray, page_tables: np.ndarray) -> None:
+        """Before each step, on the host: ``context_lens`` [R], ``page_tables`` [R, P] i32, one new token per row. Ordered among what the
+        device is told; waits for nothing. The other rows store no KV, and what they attend is arbitrary."""
+
+
 class TorchOps(Protocol):
     """The path of one device and problem. ``fallbacks``: by name, how often a path was chosen that is not the device's best."""
 
@@ -80,6 +93,10 @@ class TorchOps(Protocol):
 
     def plan(self, row_starts: np.ndarray, context_lens: np.ndarray, page_tables: np.ndarray) -> StepKernels:
         """Once per step, on the host: ``row_starts`` [R+1], ``context_lens`` [R], ``page_tables`` [R, P] i32."""
+
+    def fixed_decode(self, num_rows: int, max_context_tokens: int) -> FixedDecode | None:
+        """For steps of up to ``num_rows`` decode rows of up to ``max_context_tokens`` tokens, new ones among them. None: this path's
+        launches depend on the rows."""
 
     def pack(self, layers: torch.Tensor, page_table: np.ndarray, start: int, stop: int, first_head: int, num_heads: int) -> torch.Tensor:
         """Tokens [start, stop) and heads of one plane in wire order [layers, tokens, num_heads, dim], of ``layers`` [L, N, kv_heads,
@@ -95,6 +112,12 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def send(array: np.ndarray, out: torch.Tensor) -> None:
+    """``array`` into ``out``, as :func:`to_device` in that nothing waits: in order among all that the device is told."""
+    tensor = torch.from_numpy(array)
+    out.copy_(tensor.pin_memory() if out.is_cuda else tensor, non_blocking=True)
 
 
 def choose(problem: Problem, device: torch.device, native: Native | None = None) -> TorchOps:
@@ -156,6 +179,9 @@ class PortableOps:
         _, rows = portable_pages.new_token_rows(row_starts, context_lens, page_tables, problem.num_kv_heads, problem.page_size)
         attention = self._plan_attention(row_starts, context_lens, page_tables, decodes=True)
         return _PortableStep(to_device(rows, self.device), attention)
+
+    def fixed_decode(self, num_rows: int, max_context_tokens: int) -> FixedDecode | None:
+        return None
 
     def pack(self, layers: torch.Tensor, page_table: np.ndarray, start: int, stop: int, first_head: int, num_heads: int) -> torch.Tensor:
         rows = self._rows(layers, page_table, start, stop, first_head, num_heads)
@@ -238,7 +264,7 @@ class _NativeStep:
 
     native: Native
     rows: torch.Tensor
-    decodes: Mapping[int | None, DecodePlan | None]
+    decodes: Mapping[int | None, NativeDecodePlan | None]
     chunks: tuple[Chunk, ...]
     portable_chunks: portable_attention.AttentionPlan | None
 
@@ -292,6 +318,20 @@ class TritonOps:
             )
         )
 
+    def fixed_decode(self, num_rows: int, max_context_tokens: int) -> FixedDecode | None:
+        problem = self.problem
+        return _FixedTriton(
+            DecodePlan(
+                num_rows,
+                max_context_tokens,
+                geometry=problem.geometry,
+                tiles=self.tiles,
+                windows=problem.windows,
+                num_processors=self.num_processors,
+                device=self.device,
+            )
+        )
+
     def pack(self, layers: torch.Tensor, page_table: np.ndarray, start: int, stop: int, first_head: int, num_heads: int) -> torch.Tensor:
         from pddkernels.kv_pages import triton as kernels
 
@@ -326,3 +366,15 @@ class _TritonStep:
         from pddkernels.ragged_paged_attention import triton as kernels
 
         return kernels.ragged_paged_attention(queries, k_pages, v_pages, self.step, options, sinks)
+
+
+@dataclass(frozen=True)
+class _FixedTriton:
+    decode_plan: DecodePlan
+
+    @property
+    def kernels(self) -> StepKernels:
+        return _TritonStep(self.decode_plan.plan)
+
+    def fill(self, context_lens: np.ndarray, page_tables: np.ndarray) -> None:
+        self.decode_plan.fill(context_lens, page_tables)

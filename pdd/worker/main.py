@@ -236,6 +236,7 @@ def _engine_factory(config: LaunchConfig, worker: WorkerConfig, model_dir: Path,
         num_devices=worker.num_devices,
         run_ahead=_pays(worker.run_ahead, worker.device),
         sample_on_device=_pays(worker.sample_on_device, worker.device),
+        decode_graphs=worker.decode_graphs != "off" and worker.can_replay,
     )
     environment = importlib.import_module(f"pdd{worker.engine}.threads").environment
     os.environ.update(environment(worker.threads, worker.device, worker.num_devices, worker.idle_threads == "spin"))

@@ -12,25 +12,30 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from pddbridge.engine import Engine
+from pddbridge.checkpoint import open_checkpoint
+from pddbridge.engine import Engine, EngineStats
 from pddbridge.kv_spec import TokenRange
 from pddkernels.mla_decode.triton_plan import LatentShape, plan_mla
 from pddkernels.native.torch_native import Native
 from pddkernels.ragged_paged_attention import reference
 from pddkernels.ragged_paged_attention.options import AttentionOptions
+from pddkernels.ragged_paged_attention.triton_decode_plan import DecodePlan
 from pddkernels.ragged_paged_attention.triton_plan import Plan, plan
 from pddkernels.ragged_paged_attention.triton_tiles import GFX942, SM80, SM90, Geometry, Gpu, Tile, Tiles, next_power_of_two, tiles_for
 from pddkernels.torch_ops import Problem, TorchOps, triton_ops
 from pddtorch.arrays import to_numpy, to_torch
+from pddtorch.engine import TorchEngine
 from tests.conformance.mla_suite import MLABatch
-from tests.support.engines import Row, make_engine, step_of
+from tests.support.engines import CONFIG, Row, make_engine, step_of
 from tests.support.ragged_batches import RaggedBatch
+from tests.support.recorders import CallRecorder
 
 # Low and narrow, so that batches of a few dozen tokens take several tiles, several blocks of keys, and split ranges.
 SMALL = "small"
@@ -91,6 +96,32 @@ def attend(
     step = plan_of(batch, windows or (None, batch.options.window), tiles)
     sinks = None if batch.sinks is None else torch.from_numpy(batch.sinks)
     return to_numpy(kernels.ragged_paged_attention(queries, k_pages, v_pages, step, batch.options, sinks)).astype(np.float64)
+
+
+def attend_fixed(batches: list[RaggedBatch], num_rows: int, max_context_tokens: int) -> list[np.ndarray]:
+    """What ``attend`` gives for batches of decode rows, by one plan that is filled for each in turn; queries of rows that a batch lacks are
+    NaN."""
+    from pddkernels.ragged_paged_attention import triton as kernels
+
+    geometry, options = geometry_of(batches[0]), batches[0].options
+    fixed = DecodePlan(
+        num_rows,
+        max_context_tokens,
+        geometry=geometry,
+        tiles=small_tiles(geometry.group),
+        windows=(options.window,),
+        num_processors=8,
+        device=CPU,
+    )
+    attended = []
+    for batch in batches:
+        fixed.fill(batch.context_lens, batch.page_tables)
+        queries = torch.full((num_rows, *batch.queries.shape[1:]), float("nan"))
+        queries[: len(batch.queries)] = to_torch(batch.queries)
+        sinks = None if batch.sinks is None else torch.from_numpy(batch.sinks)
+        out = kernels.ragged_paged_attention(queries, to_torch(batch.k_pages), to_torch(batch.v_pages), fixed.plan, options, sinks)
+        attended.append(to_numpy(out)[: len(batch.queries)].astype(np.float64))
+    return attended
 
 
 def attend_beyond_two_to_the_31(num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
@@ -180,6 +211,30 @@ def generate_with_triton(model_dir: Path, prompts: list[np.ndarray], count: int)
 
     pddtorch.engine.choose = choose
     return paths, generate(make_engine("torch", model_dir), prompts, count)
+
+
+def generate_replayed(model_dir: Path, prompts: list[np.ndarray], count: int) -> tuple[EngineStats, Generated, bool]:
+    """``generate`` on an engine with Triton's kernels whose decode steps are replayed: its counters, what came out, and whether pages that
+    belong to nobody are as they were."""
+    import pddtorch.engine
+
+    def choose(problem: Problem, device: torch.device, native: Native | None) -> TorchOps:
+        return triton_ops(problem, device, _FEW_PROCESSORS, small_tiles(problem.num_heads // problem.num_kv_heads))
+
+    pddtorch.engine.choose = choose
+    pddtorch.engine._open_native = lambda device, cache_dir: (None, {})
+    config = replace(CONFIG, decode_graphs=True, max_step_tokens=20, max_context_tokens=24)
+    engine = TorchEngine(open_checkpoint(str(model_dir)), config, CallRecorder())
+    engine.warm_up(lambda done, total, what: None)
+    used = 8 * len(prompts) + 8
+    others, tokens = np.arange(used, config.num_pages, dtype=np.int32), TokenRange(0, (config.num_pages - used) * config.page_size)
+    canaries = [replace(block, values=block.values + 7) for block in engine.read_kv(others, tokens)]
+    for block in canaries:
+        engine.write_kv(others, block)
+    generated = generate(engine, prompts, count)
+    left = engine.read_kv(others, tokens)
+    alike = all(np.array_equal(block.values, canary.values) for block, canary in zip(left, canaries, strict=True))
+    return engine.stats(), generated, alike
 
 
 def generate(engine: Engine, prompts: list[np.ndarray], count: int) -> Generated:

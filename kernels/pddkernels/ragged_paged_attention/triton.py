@@ -4,8 +4,8 @@ A program takes a tile, some tokens' query heads of one KV head, and scans a ran
 scores and sums in float32, both products on tensor cores where the dtype has them. A step has two launches of it: rows of few new tokens
 in low tiles, chunks and longer extends in high ones. Where there are fewer tiles than processors could take, a tile's keys are cut in
 ranges, each range leaves a partial result, and the second kernel merges them (arXiv:2311.01282). What is cut is planned once per step on
-the host, by :mod:`triton_plan`; nothing here waits for the device, and a launch's grid depends on the plan's bucketed sizes alone, so a
-step can be captured in a graph.
+the host, by :mod:`triton_plan`; nothing here waits for the device, and a launch's grid depends on the plan's sizes alone, so a step can be
+captured in a graph: with a plan whose sizes hold for any decode step (:mod:`triton_decode_plan`).
 
 Keys are read through the page table where they lie. A block in which every query sees every key takes no mask; the others mask scores,
 and loads too, so that slots which no query of the tile sees are not read and may hold NaN. Offsets into pages are 64-bit.

@@ -5,8 +5,10 @@ Imports no Triton, so that the choice of a path can be planned and tested where 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final
 
 import numpy as np
@@ -17,7 +19,7 @@ from pddkernels.ragged_paged_attention.triton_tiles import Geometry, Tile, Tiles
 ITEM_FIELDS: Final = 8
 MERGE_FIELDS: Final = 4
 _WORDS: Final = 4  # every array starts at a multiple of 16 bytes, which Triton's loads want to know
-_TABLE_COLUMNS: Final = 16  # page tables are padded to multiples of this, for the same reason
+TABLE_COLUMNS: Final = 16  # page tables are padded to multiples of this, for the same reason
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,8 @@ class Plan:
 
     ``slots`` [T or more] i32: page * page_size + place in the page of each new token, ``num_tokens`` [1] i32 of them valid.
 
-    ``shape``: everything a launch's grid and arguments depend on; plans of one shape differ in ``buffer``'s values alone. So a captured
-    graph of a step serves every plan of its shape: copy the new plan's buffer over the captured one's.
+    ``shape``: everything a launch's grid and arguments depend on; plans of one shape differ in ``buffer``'s values alone. What a captured
+    graph takes is a plan whose sizes hold for any contexts: :mod:`triton_decode_plan`.
     """
 
     geometry: Geometry
@@ -70,31 +72,33 @@ def plan(
     news = np.diff(row_starts).astype(np.int64)
     contexts = context_lens.astype(np.int64)
     is_few = news * geometry.group <= tiles.few.rows
-    slots = _new_slots(news, row_starts, contexts, page_tables, geometry.page_size)
+    slots = new_slots(news, row_starts, contexts, page_tables, geometry.page_size)
     arrays: list[np.ndarray] = [_padded_tables(page_tables), _padded(slots[:, None]).reshape(-1), np.array([len(slots)], np.int32)]
     launches: list[tuple[int | None, Tile, int]] = []
     for window in dict.fromkeys(windows):
         for tile, rows in ((tiles.few, np.flatnonzero(is_few & (news > 0))), (tiles.many, np.flatnonzero(~is_few))):
-            items = _tile_items(rows, row_starts, news, contexts, tile.rows // geometry.group, window)
-            items, merges = _split(items, tile, geometry.num_kv_heads, num_processors)
+            items = tile_items(rows, row_starts, news, contexts, tile.rows // geometry.group, window)
+            items, merges = split(items, tile, geometry.num_kv_heads, num_processors)
             launches.append((window, tile, _bucket(int(merges[:, 3].sum()))))
             arrays += [_padded(items), _padded(merges)]
-    buffer, views = _send(arrays, device)
+    buffer = packed(arrays, device).to(device, non_blocking=True)
+    there = views(buffer, [array.shape for array in arrays])
     works: dict[int | None, tuple[Work, ...]] = {}
     for i, (window, tile, num_partials) in enumerate(launches):
-        work = Work(tile, views[3 + 2 * i], views[4 + 2 * i], num_partials)
+        work = Work(tile, there[3 + 2 * i], there[4 + 2 * i], num_partials)
         works[window] = (*works.get(window, ()), work)
     shape = (*(size for array in arrays for size in array.shape), *(num_partials for *_, num_partials in launches))
-    return Plan(geometry, views[0], views[1], views[2], works, buffer, shape)
+    return Plan(geometry, there[0], there[1], there[2], works, buffer, shape)
 
 
-def _new_slots(news: np.ndarray, row_starts: np.ndarray, contexts: np.ndarray, page_tables: np.ndarray, page_size: int) -> np.ndarray:
+def new_slots(news: np.ndarray, row_starts: np.ndarray, contexts: np.ndarray, page_tables: np.ndarray, page_size: int) -> np.ndarray:
+    """int64 [T]: page * page_size + place in the page of each new token."""
     row = np.repeat(np.arange(len(news)), news)
     positions = np.arange(row_starts[-1], dtype=np.int64) + (contexts - row_starts[:-1])[row]
     return page_tables[row, positions // page_size].astype(np.int64) * page_size + positions % page_size
 
 
-def _tile_items(
+def tile_items(
     rows: np.ndarray, row_starts: np.ndarray, news: np.ndarray, contexts: np.ndarray, tile_tokens: int, window: int | None
 ) -> np.ndarray:
     """int64 [n, 8]: rows cut into tiles of up to ``tile_tokens`` tokens, key ranges whole."""
@@ -111,7 +115,7 @@ def _tile_items(
     return items
 
 
-def _split(items: np.ndarray, tile: Tile, num_kv_heads: int, num_processors: int) -> tuple[np.ndarray, np.ndarray]:
+def split(items: np.ndarray, tile: Tile, num_kv_heads: int, num_processors: int) -> tuple[np.ndarray, np.ndarray]:
     """Items whose key ranges are cut where that fills the device or evens out its work, longest first, and the merges of those cut.
 
     Every range but a tile's first begins at a multiple of ``tile.keys``, which is what one pass of the kernel's loop takes.
@@ -151,19 +155,28 @@ def _padded(array: np.ndarray) -> np.ndarray:
 
 def _padded_tables(page_tables: np.ndarray) -> np.ndarray:
     num_rows, num_pages = page_tables.shape
-    width = _TABLE_COLUMNS * _bucket(max(1, -(-num_pages // _TABLE_COLUMNS)))
+    width = TABLE_COLUMNS * _bucket(max(1, -(-num_pages // TABLE_COLUMNS)))
     out = np.zeros((_bucket(max(1, num_rows)), width), np.int32)
     out[:num_rows, :num_pages] = page_tables
     return out
 
 
-def _send(arrays: Sequence[np.ndarray], device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """int32 arrays in one buffer on the device, and as many views of it. The copy is ordered on the stream; the host does not wait."""
-    starts = np.cumsum([0, *(-(-array.size // _WORDS) * _WORDS for array in arrays)]).tolist()
+def packed(arrays: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
+    """int32 arrays in one buffer on the host, from where ``device`` fetches it without the host's waiting."""
+    starts = _starts([array.shape for array in arrays])
     host = torch.zeros(starts[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
     flat = host.numpy()
     for start, array in zip(starts, arrays, strict=False):
         flat[start : start + array.size] = array.reshape(-1)
-    buffer = host.to(device, non_blocking=True)
-    views = [buffer[start : start + array.size].view(array.shape) for start, array in zip(starts, arrays, strict=False)]
-    return buffer, views
+    return host
+
+
+def views(buffer: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+    """What :func:`packed` put there, of arrays of ``shapes``."""
+    places = zip(_starts(shapes), shapes, strict=False)
+    return [buffer[start : start + math.prod(shape)].view(shape) for start, shape in places]
+
+
+def _starts(shapes: Sequence[tuple[int, ...]]) -> list[int]:
+    """Where each array begins, and the buffer's size."""
+    return [0, *accumulate(-(-math.prod(shape) // _WORDS) * _WORDS for shape in shapes)]

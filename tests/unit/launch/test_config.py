@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pdd.config import load
+from pdd.config import LaunchConfig, load
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 Raw = dict[str, object]
@@ -53,6 +53,7 @@ MISTAKES = {
     "port 0": (set_in("serving", "http_port", 0), "serving.http_port"),
     "no main": (set_in("workers", 2, "role", "relay"), "'main'"),
     "second tier without a first": (set_second_tier_alone, "host_cache_mib"),
+    "graphs on a CPU": (set_in("workers", 2, "decode_graphs", "on"), "decode_graphs: given 'on' for torch on device 'cpu'"),
     "threads absurd": (set_in("workers", 0, "threads", 100_000), "workers.0.threads"),
 }
 
@@ -67,6 +68,16 @@ def test_mistakes_are_refused_naming_the_field(name: str, tmp_path: Path):
     with pytest.raises(ValueError, match=r"launch\.yaml") as refused:
         load(file)
     assert named in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("engine", "device", "can"), [("torch", "cuda", True), ("torch", "cuda:1", True), ("torch", "cpu", False), ("jax", "cuda", False)]
+)
+def test_decode_steps_are_recorded_where_they_can_be_replayed(engine: str, device: str, can: bool):
+    raw = raw_local()
+    set_in("workers", 2, "engine", engine)(raw)
+    set_in("workers", 2, "device", device)(raw)
+    assert LaunchConfig.model_validate(raw).workers[2].can_replay == can
 
 
 @pytest.mark.parametrize("text", ["workers: [", "[]", "", "model: \xff"])
