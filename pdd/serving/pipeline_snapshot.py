@@ -13,7 +13,8 @@ def pipeline_snapshot(reserved: Reservation, parts: RequestParts) -> PipelineSna
     """At the moment when both decode workers have said what they hold of the prompt. At least one of them is there."""
     context, request, prompt_tokens = parts.context, parts.request, parts.prompt_tokens
     learned = context.learned
-    main, relay, prefill = reserved.main, reserved.relay, context.pool.route("prefill")
+    main, relay = reserved.main, reserved.relay
+    prefill = context.pool.route("prefill") if parts.prefill is None else parts.prefill.worker
     main_miss = prompt_tokens - 1 if main is None else main.miss_tokens(prompt_tokens)
     kv_bytes_per_token = context.pool.workers[0].info.kv_bytes_per_token
     goodput, link, ahead_bytes, late_s = None, None, 0.0, 0.0
@@ -21,7 +22,7 @@ def pipeline_snapshot(reserved: Reservation, parts: RequestParts) -> PipelineSna
         route = (prefill.place.site, main.worker.place.site)
         goodput = context.links.goodput_bytes_s(route)
         link = prefill.link_to(main.worker.place)
-        ahead_bytes = context.traffic.ahead_bytes(route, main_miss * kv_bytes_per_token, Priority.URGENT)
+        ahead_bytes = context.traffic.ahead_bytes(route, prefill.name, main_miss * kv_bytes_per_token, Priority.URGENT)
         late_s = learned.late_s(route)
     # Prefill holds what either has: all that they hold was computed there.
     miss = min(main_miss, main_miss if relay is None else relay.miss_tokens(prompt_tokens))

@@ -56,7 +56,7 @@ def _push_target(
     assert target.reserved is not None
     route = target.worker.place.route(worker.place.site)
     num_bytes = target.miss_tokens(prompt_tokens) * target.worker.info.kv_bytes_per_token
-    traffic.ordered((worker.place.site, target.worker.place.site), target, num_bytes, wanted.priority)
+    traffic.ordered((worker.place.site, target.worker.place.site), worker.name, target, num_bytes, wanted.priority)
     return worker_pb2.PushTarget(
         target=target.worker.name,
         host=route.kv.host,

@@ -28,6 +28,7 @@ class Sending:
         self._flow_bytes_s = (spec.link.flow_bytes_s or spec.link.rate_bytes_s) / spec.link.coded_share  # of one transfer alone
         self._traffic = LinkQueue(spec.link.schedule)
         self._under_way: Counter[tuple[str, str]] = Counter()  # transfers, by prefill and main
+        self._of_sender: Counter[str] = Counter()  # likewise, by prefill
         self._seen = SeenRate(lambda: env.now, lambda: self.link.busy, spec.link.rtt_s + spec.overheads.link_s)
         self.link.on_busy = self._link_changed
 
@@ -52,14 +53,24 @@ class Sending:
     def beside(self, run: Running, background_bytes: float) -> LinkSnapshot:
         """What a transfer in the background is asked about: the link as it is, with what others wait for besides ``background_bytes``."""
         link = self.snapshot(self.link.num_transfers)
-        self._traffic.advance(self._env.now, link.goodput_bytes_s)
+        self._advance()
         waited_for_bytes = self._traffic.remaining_bytes(background=False, besides=run)
         return replace(link, queued_bytes=round(waited_for_bytes + background_bytes))
 
-    def ahead_bytes(self, num_bytes: float, goodput_bytes_s: float | None) -> float:
-        """Of other transfers, that go before an urgent one of so many bytes, as a coordinator tells."""
-        self._traffic.advance(self._env.now, goodput_bytes_s)
-        return self._traffic.ahead_bytes(num_bytes, Priority.URGENT)
+    def ahead_bytes(self, run: Running) -> float:
+        """Of other transfers, that go before what the run's main lacks, if somebody waits for that, as a coordinator tells."""
+        self._advance()
+        return self._traffic.ahead_bytes(run.main_miss * self._spec.kv_bytes_per_token, Priority.URGENT, run.prefill.name)
+
+    def _advance(self) -> None:
+        """By what each sender sees that its transfers get."""
+        total = self._of_sender.total()
+        told = {
+            sender: min(self.link.rate_bytes_s * num / total, self._flow_bytes_s * num) * self._seen.share
+            for sender, num in self._of_sender.items()
+            if num
+        }
+        self._traffic.advance(self._env.now, told)
 
     def begin(self, run: Running, priority: Priority) -> None:
         """``run.arrival`` succeeds when what main lacked is at main: what prefill has goes at once, the rest as it is computed."""
@@ -70,8 +81,9 @@ class Sending:
         run.kv_bytes = run.main_miss * self._spec.kv_bytes_per_token
         run.ordered_s = self._env.now
         run.transfer = self.link.open(run.kv_bytes, lambda: self._sent(run), priority)
-        self._traffic.add(run, run.kv_bytes, priority)
+        self._traffic.add(run, run.kv_bytes, priority, run.prefill.name)
         self._under_way[run.pair] += 1
+        self._of_sender[run.prefill.name] += 1
         self.feed(run, run.job.behind - run.main_hit)
 
     def feed(self, run: Running, tokens: int) -> None:
@@ -99,6 +111,7 @@ class Sending:
     def _ended(self, run: Running) -> None:
         self._traffic.remove(run)
         self._under_way[run.pair] -= 1
+        self._of_sender[run.prefill.name] -= 1
 
     def _link_changed(self) -> None:
         self._seen.look()
