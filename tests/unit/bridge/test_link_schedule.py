@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 
 import pytest
@@ -120,17 +119,18 @@ async def test_a_small_transfer_that_comes_later_overtakes_a_huge_one_on_the_wir
 
 async def test_receivers_behind_one_link_share_its_turns_and_a_silent_one_holds_up_nobody() -> None:
     async with receiving() as near, receiving(replace(RECEIVER, epoch=23, name="main-2")) as other:
-        sender = KVSender(SENDER, ONE, {"a-b": LinkRules("shortest")})
+        # Given up only long after the test: who waited for the silent one to be given up would not be through within its time.
+        sender = KVSender(SENDER, replace(ONE, stall_timeout_s=600.0), {"a-b": LinkRules("shortest")})
         try:
             near.may_place.clear()  # takes frames until its buffers are full, and never acknowledges one
             push(sender, near, 1, 60, link="a-b")
-            await eventually(lambda: near.num_placing == 16)
+            await eventually(lambda: near.num_placing == 16, 60)
             push(sender, other, 1, 100, 23, link="a-b")
-            async with asyncio.timeout(8):
-                await eventually(lambda: len(other.completed) == 1)
+            await eventually(lambda: len(other.completed) == 1, 60)
             assert not near.completed
+            assert near.num_placing == 16
             near.may_place.set()
-            await eventually(lambda: len(near.completed) == 1)
+            await eventually(lambda: len(near.completed) == 1, 60)
             with pytest.raises(ValueError, match="a-c"):
                 push(sender, other, 2, 5, 23, link="a-c")
         finally:
