@@ -19,7 +19,7 @@ from pddbridge.tls import RpcTls
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 MAX_METADATA_BYTES: Final = 16 * 1024
 HANDSHAKE_TIMEOUT_MS: Final = 10_000
-_SECURE_CONNECT_MS: Final = 5_000
+_CONNECT_MS: Final = 5_000
 
 Options = list[tuple[str, int]]
 
@@ -55,15 +55,16 @@ def open_channel(
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     secured: ChannelTls | None = None,
 ) -> grpc.aio.Channel:
-    """A channel of its own connection. Connects lazily and reconnects within about a second, as long as it is used. ``secured`` None:
-    plaintext.
+    """A channel of its own connection. Connects lazily and, as long as it is used, reconnects within about a second of its peer being back.
+    ``secured`` None: plaintext.
     """
     options: list[tuple[str, int | str]] = [
         *_common(keep_alive, max_message_bytes),
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        # Also how long an attempt to connect may take at least: TLS needs two round trips and, on a busy machine, its turns at the CPU.
-        ("grpc.min_reconnect_backoff_ms", 100 if secured is None else _SECURE_CONNECT_MS),
+        # How long an attempt to connect may take at least; one that is refused is followed by the next after the backoff all the same. It
+        # takes two round trips, with TLS four, and on a busy machine its turns at the CPU: 100 ms are too few between continents.
+        ("grpc.min_reconnect_backoff_ms", _CONNECT_MS),
         ("grpc.max_reconnect_backoff_ms", 1000),
         # Peers are named by address in the topology; a proxy from the environment has no place between workers.
         ("grpc.enable_http_proxy", 0),

@@ -33,9 +33,10 @@ class Echo(pb_grpc.InferenceServicer):
 
 
 class BlackHole:
-    """A TCP proxy that can stop forwarding without closing anything, as a pulled cable does."""
+    """A TCP proxy that can stop forwarding without closing anything, as a pulled cable does. ``delay_s``: each way."""
 
-    def __init__(self, target_port: int) -> None:
+    def __init__(self, target_port: int, delay_s: float = 0.0) -> None:
+        self._delay_s = delay_s
         self._target_port = target_port
         self._open = asyncio.Event()
         self._open.set()
@@ -68,13 +69,14 @@ class BlackHole:
         with contextlib.suppress(ConnectionError):
             while data := await reader.read(65536):
                 await self._open.wait()
+                await asyncio.sleep(self._delay_s)
                 writer.write(data)
                 await writer.drain()
 
 
 @contextlib.asynccontextmanager
-async def echo_server() -> AsyncIterator[tuple[Echo, int]]:
-    server, echo = make_server(FAST), Echo()
+async def echo_server(keep_alive: KeepAlive = FAST) -> AsyncIterator[tuple[Echo, int]]:
+    server, echo = make_server(keep_alive), Echo()
     pb_grpc.add_InferenceServicer_to_server(echo, server)
     port = bind(server, "127.0.0.1", 0)
     await server.start()
@@ -99,6 +101,17 @@ async def test_a_silent_peer_ends_the_call_on_both_sides_within_seconds() -> Non
             await asyncio.wait_for(echo.cancelled.wait(), 5)
             assert time.monotonic() - started < 3
         await hole.close()
+
+
+async def test_a_far_peer_is_reached_by_the_first_call() -> None:
+    """Which fails with its attempt to connect: calls do not wait for the next."""
+    async with echo_server(KeepAlive()) as (_, port):
+        far = BlackHole(port, delay_s=0.3)
+        async with open_channel("127.0.0.1", await far.start()) as channel:
+            call = pb_grpc.InferenceStub(channel).Generate(pb.GenerateRequest(text="hello"))
+            assert (await call.read()).text == "hello"
+            call.cancel()
+        await far.close()
 
 
 async def test_frequent_pings_on_a_quiet_call_are_no_offence() -> None:

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 import pytest
 
 from pdd.errors import Code, PddError
-from pdd.serving.coordinator import Coordinator
 from pdd.serving.text.model import TextModel
 from tests.support.generation import EOS, Outcome, collect, expected, hashed_token, make_request, params
-from tests.support.scripted_workers import Cluster, serving
+from tests.support.scripted_workers import PATIENT_SURVIVAL, serving
 from tests.support.tiny_models import make_tiny_llama
 from tests.support.worker_script import KV_BYTES_PER_TOKEN, TICK_S, Script, opened
 
@@ -128,42 +127,43 @@ async def test_nothing_missing_needs_no_prefill(pipeline: str, prompt_ids: tuple
         assert outcome.timeline.wan_kv_bytes == 0
 
 
-async def direct_without_a_relayed_token(cluster: Cluster, coordinator: Coordinator, name: str) -> Outcome:
-    """A request for which main is chosen alone. The relay has reserved, and may get its KV before main has answered; here it gets none
-    before it was let go of, and main none before that, so that main's answer comes in time however busy the machine is.
+async def direct_without_a_relayed_token(**options: object) -> Outcome:
+    """A first request for which main is chosen alone, however busy the machine is: main is as near as it was told to be, and the relay,
+    which has reserved and could make tokens before main has answered, gets its KV when it was let go of, and main only then.
     """
-    main, relay = cluster.worker("main"), cluster.worker("relay")
-    main.script.kv_gate.clear()
-    relay.script.kv_gate.clear()
-    task = asyncio.create_task(collect(coordinator, make_request(name)))
-    async with asyncio.timeout(10):
-        while not (any(opened.request_id.startswith(f"{name}.") for opened in relay.opens) and not relay.rows):
-            assert not task.done()
-            await asyncio.sleep(TICK_S)
-    assert main.rows
-    relay.script.kv_gate.set()
-    main.script.kv_gate.set()
-    return await task
+    gates = {"main-0": Script(kv_gate=opened(False), **options.pop("main", {})), "relay-0": Script(kv_gate=opened(False))}  # type: ignore[arg-type]
+    unasked = {**PATIENT_SURVIVAL, "watch_interval_s": 3600.0}
+    async with serving(hashed_token, scripts=gates, survival=unasked, **options) as (cluster, coordinator):  # type: ignore[arg-type]
+        coordinator._pool.worker("main-0").rtts_s.extend([0.001] * 16)
+        relay = cluster.worker("relay")
+        task = asyncio.create_task(collect(coordinator, make_request()))
+        async with asyncio.timeout(60):
+            while not relay.opens or relay.rows:
+                assert not task.done()
+                await asyncio.sleep(TICK_S)
+        assert cluster.worker("main").rows
+        for script in gates.values():
+            script.kv_gate.set()
+        outcome = await task
+        assert relay.proposed == 0
+        sample = coordinator.metrics.registry.get_sample_value
+        assert sample("pdd:pipeline_total", {"pipeline": "direct", "reason": "within_budget"}) == 1
+        return outcome
 
 
 async def test_auto_goes_direct_within_budget_and_relays_over_it() -> None:
     """The declared rate is 5 MB/s: 19 misses of 100 B are nothing, misses of 1 MB are not, a cache hit is again."""
-    scripts = {"main-0": Script()}
-    async with serving(hashed_token, scripts=scripts) as (cluster, coordinator):
-        outcome = await direct_without_a_relayed_token(cluster, coordinator, "small")
-        assert (outcome.timeline.pipeline, outcome.timeline.relay_tokens) == ("direct", 0)
-        assert "within" in outcome.timeline.pipeline_reason
-        assert cluster.worker("relay").proposed == 0
-    async with serving(hashed_token, scripts=scripts, kv_bytes_per_token=1_000_000) as (cluster, coordinator):
+    outcome = await direct_without_a_relayed_token()
+    assert (outcome.timeline.pipeline, outcome.timeline.relay_tokens) == ("direct", 0)
+    assert "within" in outcome.timeline.pipeline_reason
+    async with serving(hashed_token, kv_bytes_per_token=1_000_000) as (_, coordinator):
         outcome = await collect(coordinator, make_request("large"))
         assert outcome.timeline.pipeline == "relay"
         assert "over" in outcome.timeline.pipeline_reason
-        scripts["main-0"].hit_tokens = 18
-        outcome = await direct_without_a_relayed_token(cluster, coordinator, "hit")
-        assert outcome.timeline.pipeline == "direct"
         sample = coordinator.metrics.registry.get_sample_value
-        assert sample("pdd:pipeline_total", {"pipeline": "direct", "reason": "within_budget"}) == 1
         assert sample("pdd:pipeline_total", {"pipeline": "relay", "reason": "over_budget"}) == 1
+    outcome = await direct_without_a_relayed_token(kv_bytes_per_token=1_000_000, main={"hit_tokens": 18})
+    assert outcome.timeline.pipeline == "direct"
 
 
 async def test_direct_starts_main_without_waiting_for_its_kv_event() -> None:
