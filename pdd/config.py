@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 from pdd.faults import Fault, RandomFaults
 from pdd.flow_config import FlowConfig
@@ -24,6 +24,14 @@ from pdd.survival_config import SurvivalConfig
 # one host, else TCP.
 LocalLink = Literal["auto", "tcp", "shm", "nixl"]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
+
+
+def _as_written(value: object) -> object:
+    """YAML 1.1 reads a bare ``on`` or ``off`` as a truth value."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+Wish = Annotated[Literal["auto", "on", "off"], BeforeValidator(_as_written)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 
@@ -91,9 +99,9 @@ class WorkerConfig(StrictModel):
     nice: Annotated[int, Field(ge=0, le=19)] = 0
     cpus: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None = None
     num_devices: Annotated[int, Field(ge=1, le=256)] = 1
-    run_ahead: Literal["auto", "on", "off"] = "auto"
-    sample_on_device: Literal["auto", "on", "off"] = "auto"
-    decode_graphs: Literal["auto", "on", "off"] = "auto"
+    run_ahead: Wish = "auto"
+    sample_on_device: Wish = "auto"
+    decode_graphs: Wish = "auto"
     prefix_cache: bool = True
     host_cache_mib: Annotated[int, Field(ge=0)] = 0
     host: str = "127.0.0.1"

@@ -209,9 +209,13 @@ class TorchEngine:
             self._graphs.count(step)
 
     def _own_thread(self) -> None:
-        """OpenMP's thread count belongs to the thread that calls, and the worker's step thread is not the one that loaded."""
+        """OpenMP's thread count belongs to the thread that calls, and the worker's step thread is not the one that loaded. So does the
+        GPU on which Triton launches.
+        """
         if self._thread != threading.get_ident():
             torch.set_num_threads(self._config.num_threads)
+            if self._device.type == "cuda" and self._device.index is not None:
+                torch.cuda.set_device(self._device)
             self._thread = threading.get_ident()
 
 

@@ -38,6 +38,11 @@ class Side:
         """The device without its number."""
         return self.device.partition(":")[0]
 
+    @property
+    def replays(self) -> bool:
+        """Whether a worker would replay recorded decode steps there (``decode_graphs: auto``)."""
+        return self.engine == "torch" and self.platform == "cuda"
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -74,7 +79,9 @@ def prepare_environment(sides: Sequence[Side], threads: int) -> None:
 
 
 def open_engine(side: Side, dtype: Dtype, sizes: Sizes, threads: int, compile_cache_dir: Path | None) -> Engine:
-    """Load the side's model with ``dtype`` for compute and KV. Raises ValueError as the engine does."""
+    """Load the side's model with ``dtype`` for compute and KV, and record its decode steps where workers do. Raises ValueError as the
+    engine does.
+    """
     config = EngineConfig(
         device=side.device,
         compute_dtype=dtype,
@@ -86,6 +93,10 @@ def open_engine(side: Side, dtype: Dtype, sizes: Sizes, threads: int, compile_ca
         max_rows=sizes.rows,
         num_threads=threads,
         compile_cache_dir=None if compile_cache_dir is None else str(compile_cache_dir / side.engine),
+        decode_graphs=side.replays,
     )
     create: EngineFactory = importlib.import_module(f"pdd{side.engine}.engine").create
-    return create(str(side.model_dir), config)
+    engine = create(str(side.model_dir), config)
+    if config.decode_graphs:
+        engine.warm_up(lambda done, total, what: None)
+    return engine

@@ -20,7 +20,8 @@ from pdd.conform.oracle import verdict
 from pdd.conform.plan import Plan
 from pdd.conform.prompts import prompt_ids
 from pdd.conform.report import within
-from pdd.conform.side import Dtype, parse_side
+from pdd.conform.side import Dtype, Sizes, open_engine, parse_side
+from pddbridge.engine import EngineConfig
 from pddbridge.sampling import sample
 from pddbridge.sampling_params import SamplingParams
 from pddkernels.ragged_paged_attention.options import AttentionOptions
@@ -170,3 +171,20 @@ def test_the_command_says_which_level_failed_by_text_json_and_status(tmp_path: P
     assert done.exit_code == 1, done.output
     assert "FAIL: handshake, L2" in done.output
     assert json.loads((tmp_path / "report.json").read_text())["failed_levels"] == ["handshake", "L2"]
+
+
+@pytest.mark.parametrize(("text", "replays"), [("torch:cuda:1", True), ("torch:cpu", False), ("jax:cuda", False)])
+def test_decode_steps_are_recorded_where_workers_record_them(text: str, replays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[bool] = []
+
+    class Opened:
+        def __init__(self, model_dir: str, config: EngineConfig) -> None:
+            opened.append(config.decode_graphs)
+
+        def warm_up(self, progress: object) -> None:
+            opened.append(True)
+
+    side = parse_side("a", text, Path("model"), 16)
+    monkeypatch.setattr(f"pdd{side.engine}.engine.create", Opened)
+    open_engine(side, "float32", Sizes(64, 2, 32), 1, None)
+    assert opened == ([True, True] if replays else [False])

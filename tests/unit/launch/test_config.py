@@ -80,6 +80,14 @@ def test_decode_steps_are_recorded_where_they_can_be_replayed(engine: str, devic
     assert LaunchConfig.model_validate(raw).workers[2].can_replay == can
 
 
+@pytest.mark.parametrize(("text", "wish"), [("on", "on"), ("off", "off"), ("'off'", "off"), ("auto", "auto")])
+def test_a_bare_on_or_off_is_what_it_says(text: str, wish: str):
+    """Which YAML takes for a truth value."""
+    raw = raw_local()
+    set_in("workers", 2, "run_ahead", yaml.safe_load(text))(raw)
+    assert LaunchConfig.model_validate(raw).workers[2].run_ahead == wish
+
+
 @pytest.mark.parametrize("text", ["workers: [", "[]", "", "model: \xff"])
 def test_files_that_are_no_config(text: str, tmp_path: Path):
     file = tmp_path / "launch.yaml"

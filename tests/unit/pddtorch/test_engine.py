@@ -364,3 +364,16 @@ def test_rows_may_read_a_page_together(engine: TorchEngine, model_dir: Path) -> 
     got = engine.logits(step_of([(tails[0], 12, [7, 8]), (tails[1], 12, [7, 9])], [0, 1]))
     for logits, tail in zip(got, tails, strict=True):
         assert np.abs(logits - oracle.logits(model_dir, [*prefix, *tail])[-1]).max() < 1e-4
+
+
+def test_a_thread_that_calls_launches_on_the_engines_gpu(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is launched by Triton goes to the current device of the thread."""
+    told: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", told.append)
+    for name, wanted in (("cuda:1", [torch.device("cuda", 1)]), ("cuda", []), ("cpu", [])):
+        monkeypatch.setattr(engine, "_device", torch.device(name))
+        thread = threading.Thread(target=engine._own_thread)
+        thread.start()
+        thread.join()
+        assert told == wanted
+        told.clear()
