@@ -12,7 +12,7 @@ from pdd.policy.line_rate import LineRate
 from pdd.policy.link_schedule import Priority, Schedule
 
 
-@dataclass
+@dataclass(slots=True)
 class _Transfer:
     remaining_bytes: float
     priority: Priority
@@ -27,6 +27,7 @@ class LinkQueue:
     def __init__(self, schedule: Schedule) -> None:
         self._shares = schedule == "fair"
         self._transfers: dict[Hashable, _Transfer] = {}
+        self._of_sender: dict[str, dict[Hashable, _Transfer]] = {}  # the same
         self._at_s: float | None = None
         self._line = LineRate()
 
@@ -39,8 +40,10 @@ class LinkQueue:
         return sum(t.remaining_bytes for t in counted if (t.priority is Priority.BACKGROUND) == background)
 
     def add(self, key: Hashable, num_bytes: float, priority: Priority, sender: str) -> None:
-        """``num_bytes`` of KV are to go."""
+        """``num_bytes`` of KV are to go. One that was there under this key is no more."""
+        self.remove(key)
         self._transfers[key] = _Transfer(num_bytes, priority, sender)
+        self._of_sender.setdefault(sender, {})[key] = self._transfers[key]
 
     def set_priority(self, key: Hashable, priority: Priority) -> None:
         """No effect on one that is gone."""
@@ -49,36 +52,33 @@ class LinkQueue:
 
     def remove(self, key: Hashable) -> None:
         """It arrived, or was given up. No effect on one that is gone."""
-        self._transfers.pop(key, None)
+        transfer = self._transfers.pop(key, None)
+        if transfer is not None:
+            own = self._of_sender[transfer.sender]
+            del own[key]
+            if not own:
+                del self._of_sender[transfer.sender]
 
     def advance(self, now_s: float, told: Mapping[str, float]) -> None:
         """Let go of what has left since the last call. ``told``: by each sender, bytes per second; of one that is not there nothing is
         known to have left. Time never goes back.
         """
         since_s, self._at_s = self._at_s, now_s
-        senders = {t.sender for t in self._transfers.values() if t.remaining_bytes > 0}
-        rates = self._line.shares(now_s, {one: told.get(one) for one in senders})
-        if since_s is None:
+        waiting = {sender: left for sender, own in self._of_sender.items() if (left := [t for t in own.values() if t.remaining_bytes > 0])}
+        rates = self._line.shares(now_s, {sender: told.get(sender) for sender in waiting})
+        if since_s is None or now_s == since_s:
             return
         for sender, rate in rates.items():
-            left = (now_s - since_s) * rate
-            own = [t for t in self._transfers.values() if t.sender == sender]
-            for priority in sorted({t.priority for t in own}):
-                left = self._drain([t for t in own if t.priority is priority], left)
+            self._drain(waiting[sender], (now_s - since_s) * rate)
 
     def ahead_bytes(self, num_bytes: float, priority: Priority, sender: str) -> float:
         """Of others that leave before the last of ``num_bytes`` more of class ``priority`` of ``sender``: all of its own in higher classes;
         in that class what is shorter, or where they take turns as much of each at most. Other senders take turns with one that begins now;
         what one that sends gets has them in it. More to send never has less ahead.
         """
-        own = [t for t in self._transfers.values() if t.sender == sender]
-        if not any(t.remaining_bytes > 0 for t in own):
-            others: dict[str, float] = {}
-            for transfer in self._transfers.values():
-                others[transfer.sender] = others.get(transfer.sender, 0.0) + transfer.remaining_bytes
-            return sum(min(left, num_bytes) for left in others.values())
-        ahead = 0.0
-        for transfer in own:
+        ahead, sends = 0.0, False
+        for transfer in self._of_sender.get(sender, {}).values():
+            sends = sends or transfer.remaining_bytes > 0
             if transfer.priority > priority:
                 continue
             if transfer.priority < priority:
@@ -87,14 +87,16 @@ class LinkQueue:
                 ahead += min(transfer.remaining_bytes, num_bytes)
             elif transfer.remaining_bytes <= num_bytes:
                 ahead += transfer.remaining_bytes
-        return ahead
+        if sends or not self._of_sender:
+            return ahead
+        return sum(min(sum(t.remaining_bytes for t in own.values()), num_bytes) for own in self._of_sender.values())
 
-    def _drain(self, transfers: list[_Transfer], left: float) -> float:
-        """Take ``left`` bytes off them, shortest first or all alike. Returns what is over."""
-        waiting = sorted((t for t in transfers if t.remaining_bytes > 0), key=lambda t: t.remaining_bytes)
+    def _drain(self, waiting: list[_Transfer], left: float) -> None:
+        """Take ``left`` bytes off them, by class, shortest first or all alike."""
+        if len(waiting) > 1:
+            waiting.sort(key=lambda t: (t.priority, t.remaining_bytes))
         for index, transfer in enumerate(waiting):
-            share = left / (len(waiting) - index) if self._shares else left
-            taken = min(transfer.remaining_bytes, share)
+            alike = sum(t.priority is transfer.priority for t in waiting[index:]) if self._shares and len(waiting) > 1 else 1
+            taken = min(transfer.remaining_bytes, left / alike)
             transfer.remaining_bytes -= taken
             left -= taken
-        return left

@@ -15,10 +15,11 @@ from pdd.sim.workers import Worker
 
 @dataclass(eq=False, slots=True)
 class Running:
-    """``arrival``: of what main lacked · ``relay``: one that was asked and is not let go of, with ``relay_state`` and the requests on it,
-    ``relay_running``, when it was asked · ``has_row``: on the relay, where it decodes as ``row``, its first token with the reader at
-    ``first_s`` · ``relay_kv``: comes when the relay has the prompt's KV · ``decided``: main has answered · ``over``: the request has ended
-    · ``began_s``: when prefill did · ``ordered_s``: when its KV for main was.
+    """``tokens``: of the prompt, whose KV is needed: all but the last, which the decode worker computes · ``arrival``: of what main lacked
+    · ``relay``: one that was asked and is not let go of, with ``relay_state`` and the requests on it, ``relay_running``, when it was asked
+    · ``has_row``: on the relay, where it decodes as ``row``, its first token with the reader at ``first_s`` · ``relay_kv``: comes when the
+    relay has the prompt's KV · ``decided``: main has answered · ``over``: the request has ended · ``began_s``: when prefill did ·
+    ``ordered_s``: when its KV for main was.
     """
 
     request: Request
@@ -26,6 +27,7 @@ class Running:
     arrived_s: float
     prefill: Worker
     main: Worker
+    tokens: int
     main_hit: int
     prefill_hit: int
     arrival: Later
@@ -52,11 +54,6 @@ class Running:
     @property
     def pair(self) -> tuple[str, str]:
         return self.prefill.name, self.main.name
-
-    @property
-    def tokens(self) -> int:
-        """Of the prompt, whose KV is needed: all but the last, which the decode worker computes."""
-        return self.request.prompt.num_tokens - 1
 
     @property
     def main_miss(self) -> int:

@@ -65,12 +65,8 @@ class Sending:
     def _advance(self) -> None:
         """By what each sender sees that its transfers get."""
         total = self._of_sender.total()
-        told = {
-            sender: min(self.link.rate_bytes_s * num / total, self._flow_bytes_s * num) * self._seen.share
-            for sender, num in self._of_sender.items()
-            if num
-        }
-        self._traffic.advance(self._env.now, told)
+        each_bytes_s = min(self.link.rate_bytes_s / total, self._flow_bytes_s) * self._seen.share if total else 0.0
+        self._traffic.advance(self._env.now, {sender: each_bytes_s * num for sender, num in self._of_sender.items() if num})
 
     def begin(self, run: Running, priority: Priority) -> None:
         """``run.arrival`` succeeds when what main lacked is at main: what prefill has goes at once, the rest as it is computed."""

@@ -81,7 +81,9 @@ class System:
         if room is not None:
             yield room  # nothing is prefilled before main has room
         prefill = self.prefill.route(request.prompt)
-        run = Running(request, ended, arrived_s, prefill, main, *self._hits(request, prefill, main), Later(self.env), Later(self.env))
+        tokens = request.prompt.num_tokens - 1
+        hits = self._hits(request, tokens, prefill, main)
+        run = Running(request, ended, arrived_s, prefill, main, tokens, *hits, Later(self.env), Later(self.env))
         # Main says what it holds, and decides by that; a relay that may be used says so sooner, and prefill starts with it.
         steps = self.spec.overheads.reserve_steps
         answer_s = self.spec.link.rtt_s + main.busy_s(steps)
@@ -115,9 +117,8 @@ class System:
         else:
             yield from self._relayed(run, run.relay, decision)
 
-    def _hits(self, request: Request, prefill: Worker, main: Worker) -> tuple[int, int]:
-        """Tokens that main and prefill hold of the prompt."""
-        need = request.prompt.num_tokens - 1
+    def _hits(self, request: Request, need: int, prefill: Worker, main: Worker) -> tuple[int, int]:
+        """Tokens that main and prefill hold of the prompt, of those that are needed."""
         if request.hits is not None:
             return min(need, request.hits[1]), min(need, request.hits[0])
         return min(need, main.cache.hit_tokens(request.prompt.chain)), min(need, prefill.cache.hit_tokens(request.prompt.chain))
