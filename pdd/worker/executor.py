@@ -363,6 +363,7 @@ class Executor:
             counters=replace(self._counters),
             preemptions=self._admission.num_preemptions,
             compilations_after_ready=stats.compilations - self._compilations_at_start,
+            graphed_steps=stats.graphed_steps,
             engine_fallbacks=dict(stats.fallbacks),
             tokens_chosen=dict(stats.chosen),
         )

@@ -166,6 +166,7 @@ class Snapshot:
     counters: Counters
     preemptions: int
     compilations_after_ready: int
+    graphed_steps: int
     engine_fallbacks: dict[str, int]
     tokens_chosen: dict[str, int]
 

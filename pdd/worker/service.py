@@ -156,6 +156,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             host_capacity_bytes=snapshot.host.capacity_bytes,
             host_hit_tokens=snapshot.host.hit_tokens,
             host_pages_lost=snapshot.host_pages_lost,
+            graphed_steps=snapshot.graphed_steps,
             engine_fallbacks=snapshot.engine_fallbacks,
             tokens_chosen=snapshot.tokens_chosen,
             kv_pushes=links.num_opened,

@@ -202,7 +202,7 @@ class FakeEngine:
 
     def stats(self) -> EngineStats:
         self._check_thread()
-        return EngineStats(0, len(self.steps), {"no_device": 1}, {"argmax": self.num_chosen})
+        return EngineStats(0, len(self.steps), {"no_device": 1}, {"argmax": self.num_chosen}, graphed_steps=len(self.steps))
 
     def pages(self, plane: str) -> np.ndarray:
         """The stored pages of a plane, for looking at."""

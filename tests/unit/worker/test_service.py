@@ -58,7 +58,9 @@ async def test_info_tells_what_the_engine_has_counted_by_the_time_it_sleeps(monk
         await stream.tokens(8)
         await until_chosen(worker, 8)
         await stream.half_close()
-        assert dict((await worker.assert_idle()).tokens_chosen) == {"argmax": 8}
+        ledger = await worker.assert_idle()
+        assert dict(ledger.tokens_chosen) == {"argmax": 8}
+        assert ledger.graphed_steps == ledger.steps > 0
 
 
 async def test_info_tells_what_the_engine_counts_while_it_steps(monkeypatch: pytest.MonkeyPatch) -> None:

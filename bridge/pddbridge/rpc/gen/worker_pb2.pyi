@@ -129,7 +129,7 @@ class LedgerRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class LedgerReply(_message.Message):
-    __slots__ = ("total_pages", "free_pages", "cached_pages", "pinned_pages", "num_requests", "num_incoming_transfers", "num_outgoing_transfers", "computed_prompt_tokens", "computed_log_tokens", "sampled_tokens", "kv_bytes_received", "kv_bytes_sent", "frames_refused", "late_frames_dropped", "compilations_after_ready", "steps", "preemptions", "engine_fallbacks", "kv_pushes", "kv_link_fallbacks", "kv_wire_bytes_received", "kv_wire_bytes_sent", "kv_codecs", "kv_coding_ratio", "kv_codecs_declined", "host_pages", "host_bytes", "host_capacity_bytes", "host_hit_tokens", "host_pages_lost", "loop_lag_bounds_s", "loop_lag_counts", "link_turns", "steps_ahead", "rows_void", "tokens_chosen", "handshakes_refused", "calls_refused")
+    __slots__ = ("total_pages", "free_pages", "cached_pages", "pinned_pages", "num_requests", "num_incoming_transfers", "num_outgoing_transfers", "computed_prompt_tokens", "computed_log_tokens", "sampled_tokens", "kv_bytes_received", "kv_bytes_sent", "frames_refused", "late_frames_dropped", "compilations_after_ready", "steps", "preemptions", "engine_fallbacks", "kv_pushes", "kv_link_fallbacks", "kv_wire_bytes_received", "kv_wire_bytes_sent", "kv_codecs", "kv_coding_ratio", "kv_codecs_declined", "host_pages", "host_bytes", "host_capacity_bytes", "host_hit_tokens", "host_pages_lost", "loop_lag_bounds_s", "loop_lag_counts", "link_turns", "steps_ahead", "rows_void", "tokens_chosen", "graphed_steps", "handshakes_refused", "calls_refused")
     class EngineFallbacksEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -208,6 +208,7 @@ class LedgerReply(_message.Message):
     STEPS_AHEAD_FIELD_NUMBER: _ClassVar[int]
     ROWS_VOID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    GRAPHED_STEPS_FIELD_NUMBER: _ClassVar[int]
     HANDSHAKES_REFUSED_FIELD_NUMBER: _ClassVar[int]
     CALLS_REFUSED_FIELD_NUMBER: _ClassVar[int]
     total_pages: int
@@ -246,9 +247,10 @@ class LedgerReply(_message.Message):
     steps_ahead: int
     rows_void: int
     tokens_chosen: _containers.ScalarMap[str, int]
+    graphed_steps: int
     handshakes_refused: int
     calls_refused: int
-    def __init__(self, total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., pinned_pages: _Optional[int] = ..., num_requests: _Optional[int] = ..., num_incoming_transfers: _Optional[int] = ..., num_outgoing_transfers: _Optional[int] = ..., computed_prompt_tokens: _Optional[int] = ..., computed_log_tokens: _Optional[int] = ..., sampled_tokens: _Optional[int] = ..., kv_bytes_received: _Optional[int] = ..., kv_bytes_sent: _Optional[int] = ..., frames_refused: _Optional[int] = ..., late_frames_dropped: _Optional[int] = ..., compilations_after_ready: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., engine_fallbacks: _Optional[_Mapping[str, int]] = ..., kv_pushes: _Optional[_Mapping[str, int]] = ..., kv_link_fallbacks: _Optional[_Mapping[str, int]] = ..., kv_wire_bytes_received: _Optional[int] = ..., kv_wire_bytes_sent: _Optional[int] = ..., kv_codecs: _Optional[_Mapping[str, int]] = ..., kv_coding_ratio: _Optional[float] = ..., kv_codecs_declined: _Optional[int] = ..., host_pages: _Optional[int] = ..., host_bytes: _Optional[int] = ..., host_capacity_bytes: _Optional[int] = ..., host_hit_tokens: _Optional[int] = ..., host_pages_lost: _Optional[int] = ..., loop_lag_bounds_s: _Optional[_Iterable[float]] = ..., loop_lag_counts: _Optional[_Iterable[int]] = ..., link_turns: _Optional[_Mapping[str, int]] = ..., steps_ahead: _Optional[int] = ..., rows_void: _Optional[int] = ..., tokens_chosen: _Optional[_Mapping[str, int]] = ..., handshakes_refused: _Optional[int] = ..., calls_refused: _Optional[int] = ...) -> None: ...
+    def __init__(self, total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., pinned_pages: _Optional[int] = ..., num_requests: _Optional[int] = ..., num_incoming_transfers: _Optional[int] = ..., num_outgoing_transfers: _Optional[int] = ..., computed_prompt_tokens: _Optional[int] = ..., computed_log_tokens: _Optional[int] = ..., sampled_tokens: _Optional[int] = ..., kv_bytes_received: _Optional[int] = ..., kv_bytes_sent: _Optional[int] = ..., frames_refused: _Optional[int] = ..., late_frames_dropped: _Optional[int] = ..., compilations_after_ready: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., engine_fallbacks: _Optional[_Mapping[str, int]] = ..., kv_pushes: _Optional[_Mapping[str, int]] = ..., kv_link_fallbacks: _Optional[_Mapping[str, int]] = ..., kv_wire_bytes_received: _Optional[int] = ..., kv_wire_bytes_sent: _Optional[int] = ..., kv_codecs: _Optional[_Mapping[str, int]] = ..., kv_coding_ratio: _Optional[float] = ..., kv_codecs_declined: _Optional[int] = ..., host_pages: _Optional[int] = ..., host_bytes: _Optional[int] = ..., host_capacity_bytes: _Optional[int] = ..., host_hit_tokens: _Optional[int] = ..., host_pages_lost: _Optional[int] = ..., loop_lag_bounds_s: _Optional[_Iterable[float]] = ..., loop_lag_counts: _Optional[_Iterable[int]] = ..., link_turns: _Optional[_Mapping[str, int]] = ..., steps_ahead: _Optional[int] = ..., rows_void: _Optional[int] = ..., tokens_chosen: _Optional[_Mapping[str, int]] = ..., graphed_steps: _Optional[int] = ..., handshakes_refused: _Optional[int] = ..., calls_refused: _Optional[int] = ...) -> None: ...
 
 class WorkerCommand(_message.Message):
     __slots__ = ("open", "ingest", "seal", "set_priority", "add_target")
