@@ -14,6 +14,7 @@ from pddjax.batch import DecodeBatch, RaggedBatch
 from pddjax.host_memory import together
 from pddjax.model import Layer, Llama, Projection, RMSNorm
 from pddjax.programs import Leaves, Pages
+from pddkernels.native_xla import calls
 from pddkernels.native_xla import layers as native
 from pddkernels.native_xla.layers import LayerRows, LayerWeights
 
@@ -41,13 +42,14 @@ class FusedFunctions:
         eps, gelu = first.attention_norm.eps, first.mlp.activation == "gelu_tanh"
         self._vocab_size = model.embedding.shape[0]
         self._tied = model.lm_head is None
-        self._layer = partial(native.layer, num_heads=first.attention.num_heads, eps=eps, gelu=gelu)
+        crossed = calls.crosses()
+        self._layer = partial(native.layer, num_heads=first.attention.num_heads, eps=eps, gelu=gelu, crossed=crossed)
         self._head = partial(native.head, vocab_size=self._vocab_size, eps=eps, soft_cap=model.logit_soft_cap)
         self._embedding_scale, self._layer_ropes, self._layer_options = model.embedding_scale, model.layer_ropes, model.layer_options
         place = partial(jax.device_put, device=device)
         layers = []
         while len(model.layers):
-            parts = together(_packed(model.layers.pop(0)))
+            parts = together(_packed(model.layers.pop(0), crossed))
             layers.append(place(LayerWeights(*(part if part.size else None for part in parts))))  # each argument of a call costs time
         head = model.embedding if model.lm_head is None else model.lm_head
         (packed_head,) = together([native.pack(np.asarray(head[...]))])
@@ -94,23 +96,26 @@ class FusedFunctions:
         return x.T, new_pages
 
 
-def _packed(layer: Layer) -> tuple[np.ndarray, ...]:
+def _packed(layer: Layer, crossed: bool) -> tuple[np.ndarray, ...]:
     """In the order of :class:`LayerWeights`."""
     attention, mlp = layer.attention, layer.mlp
     turned, normed = attention.num_heads + attention.num_kv_heads, attention.q_norm is not None
     pair = partial(native.pair_halves, num_heads=turned, dim=attention.head_dim, normed=normed)
+    prepare = native.cross if crossed else native.Crossed
+    qkv = prepare(_norm(layer.attention_norm), _values(attention.qkv.weight), _bias(attention.qkv))
+    gate_up = prepare(_norm(layer.mlp_norm), _values(mlp.gate_up.weight), _bias(mlp.gate_up))
     return (
-        _norm(layer.attention_norm),
-        native.pack(pair(_values(attention.qkv.weight))),
-        native.pack_bias(pair(_bias(attention.qkv))),
+        qkv.norm,
+        native.pack(pair(qkv.weight)),
+        native.pack_bias(pair(qkv.bias)),
         _norm(attention.q_norm),
         _norm(attention.k_norm),
         native.pack(_values(attention.out.weight)),
         native.pack_bias(_bias(attention.out)),
         _norm(layer.attention_post_norm),
-        _norm(layer.mlp_norm),
-        native.pack_gate_up(_values(mlp.gate_up.weight)),
-        native.pack_gate_up_bias(_bias(mlp.gate_up)),
+        gate_up.norm,
+        native.pack_gate_up(gate_up.weight),
+        native.pack_gate_up_bias(gate_up.bias),
         native.pack_down(_values(mlp.down.weight)),
         native.pack_bias(_bias(mlp.down)),
         _norm(layer.mlp_post_norm),

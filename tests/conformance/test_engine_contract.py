@@ -20,6 +20,7 @@ from pddbridge.kv_block import arrays_in, room_for
 from pddbridge.kv_spec import KV_DTYPES, HeadRange, LayerRange, TokenRange
 from pddbridge.sampling import sample
 from pddbridge.sampling_params import SamplingParams
+from pddkernels.jax_ops import JaxOps
 from tests.support import oracle
 from tests.support.engines import GREEDY, MODULES, Row, decode_greedy, make_engine, prefill, random_ids, relative_error, step_of
 from tests.support.kv import bits
@@ -418,11 +419,17 @@ def test_a_step_writes_only_its_own_slots(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16"])
-def test_kv_is_rounded_to_nearest_even_when_written(name: str, engines: Engines, kv_dtype: str) -> None:
+def test_kv_is_rounded_to_nearest_even_when_written(
+    name: str, engines: Engines, cases: dict[str, Case], kv_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """KV of the first layer depends on no stored KV: what a 16-bit pool holds is the float32 pool's value, rounded by numpy."""
     ids = random_ids(67, 60)
     stored = []
-    for engine in (engines(name, "one layer"), engines(name, "one layer", kv_dtype)):
+    wide = engines(name, "one layer")
+    if (name, kv_dtype) == ("jax", "float16"):  # no native layers over such a pool, and other products round differently
+        monkeypatch.setattr(JaxOps, "for_layers", lambda ops, compute_dtype: (False, ops))
+        wide = make_engine(name, cases["one layer"].model_dir, page_size=cases["one layer"].page_sizes[name])
+    for engine in (wide, engines(name, "one layer", kv_dtype)):
         pages = pages_for(engine, 60)
         prefill(engine, ids, pages)
         stored.append(engine.read_kv(table_of(pages), TokenRange(0, 60)))

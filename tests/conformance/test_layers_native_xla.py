@@ -25,7 +25,9 @@ PADDING = 3
 
 @dataclass(frozen=True)
 class Case:
-    """``post``, ``qk_norm``, ``bias``: whether the family has them; 3 and 1 of ``inner`` and ``hidden`` are past whole vectors."""
+    """``post``, ``qk_norm``, ``bias``: whether the family has them; 3 and 1 of ``inner`` and ``hidden`` are past whole vectors, 2 and 1 of
+    other ``hidden`` past threes.
+    """
 
     batch: BatchSpec
     hidden: int = 65
@@ -34,6 +36,7 @@ class Case:
     qk_norm: bool = False
     bias: bool = False
     gelu: bool = False
+    crossed: bool = False
 
 
 # A chunk over a block of keys, extends, decode rows, a row without a token, one that begins; page size = KV heads in "few".
@@ -55,6 +58,7 @@ CASES = {
     "paired": Case(BatchSpec((RowSpec(3, 29), RowSpec(5, 1)), 2, 2, dim=96, page_size=5, window=9), hidden=31, inner=16, bias=True),
     "few": Case(BatchSpec(tuple(RowSpec(7, 1) for _ in range(8)), num_kv_heads=4, group=1, dim=8, page_size=4), hidden=32, inner=16),
 }
+CASES |= {f"{name}, crossed": replace(case, crossed=True) for name, case in CASES.items()}
 
 
 @dataclass(frozen=True)
@@ -104,9 +108,11 @@ def given(case: Case) -> Given:
     return Given(dense, batch, x, (np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)), slots)
 
 
-def packed(dense: dict[str, np.ndarray], batch: BatchSpec) -> LayerWeights:
+def packed(dense: dict[str, np.ndarray], batch: BatchSpec, crossed: bool) -> LayerWeights:
     how = {"qkv": layers.pack, "out": layers.pack, "gate_up": layers.pack_gate_up, "down": layers.pack_down}
     how |= {f"{name}_bias": layers.pack_gate_up_bias if name == "gate_up" else layers.pack_bias for name in how}
+    for norm, name in (("attention_norm", "qkv"), ("mlp_norm", "gate_up")) if crossed else ():
+        dense = dense | dict(zip((norm, name, f"{name}_bias"), layers.cross(dense[norm], dense[name], dense[f"{name}_bias"]), strict=True))
     turned, normed = batch.num_kv_heads * (batch.group + 1), bool(dense["q_norm"].size)
     halves = {name: layers.pair_halves(dense[name], turned, batch.dim, normed=normed) for name in ("qkv", "qkv_bias")}
     dense = dense | halves
@@ -130,9 +136,10 @@ def run(case: Case, step: Given, kv_dtype: str = "float32", wanted: np.ndarray |
     heads = case.batch.num_kv_heads * case.batch.group
 
     def call(weights: LayerWeights, x: jax.Array, rows: LayerRows, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return layers.layer(weights, x, cos, sin, rows, pages, batch.options, num_heads=heads, eps=EPS, gelu=case.gelu, wanted=wanted)
+        options = {"num_heads": heads, "eps": EPS, "gelu": case.gelu, "crossed": case.crossed, "wanted": wanted}
+        return layers.layer(weights, x, cos, sin, rows, pages, batch.options, **options)
 
-    found, written = jax.jit(call, donate_argnums=3)(packed(step.dense, case.batch), x, rows, pages)
+    found, written = jax.jit(call, donate_argnums=3)(packed(step.dense, case.batch, case.crossed), x, rows, pages)
     return np.asarray(found), np.asarray(decode(written, dtype), np.float32)
 
 
@@ -211,9 +218,9 @@ def test_tokens_that_are_wanted_are_those_of_the_whole_layer(name: str, times: i
     assert np.array_equal(pages, all_pages, equal_nan=True)
 
 
-def beside(others: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
+def beside(others: int, dim: int, crossed: bool) -> tuple[np.ndarray, np.ndarray]:
     """The result and the KV of a decode row, behind so many others."""
-    case = replace(CASES["few"], batch=replace(CASES["few"].batch, dim=dim))
+    case = replace(CASES["few"], batch=replace(CASES["few"].batch, dim=dim), crossed=crossed)
     rows = tuple(RowSpec(5 + index, 1) for index in range(others))
     with_others = replace(case, batch=replace(case.batch, rows=(RowSpec(300, 1), *rows)))
     step, alone = given(with_others), given(replace(case, batch=replace(case.batch, rows=(RowSpec(300, 1),))))
@@ -227,12 +234,27 @@ def beside(others: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
     return found[0], pages[step.slots[0] // case.batch.page_size, step.slots[0] % case.batch.page_size]
 
 
+@pytest.mark.parametrize("crossed", [False, True])
 @pytest.mark.parametrize("dim", [8, 32])
 @pytest.mark.parametrize("others", [1, 7, 11, 12, 24, 40])
-def test_a_row_is_the_same_to_the_bit_beside_any_others(others: int, dim: int) -> None:
+def test_a_row_is_the_same_to_the_bit_beside_any_others(others: int, dim: int, crossed: bool) -> None:
     """Around the twelve tokens of a tile, with heads that are turned in registers and heads that are not."""
-    for alone, found in zip(beside(0, dim), beside(others, dim), strict=True):
+    for alone, found in zip(beside(0, dim, crossed), beside(others, dim, crossed), strict=True):
         assert np.array_equal(found, alone)
+
+
+@pytest.mark.parametrize("size", [2.0**-9, 1.0, 2.0**12])
+def test_crossing_inputs_round_little_more_whatever_the_size_of_norms(size: float) -> None:
+    """Weights are the smaller the larger norms are, so that results stay: without a balance of the two errors grow by thousands."""
+    case = Case(BatchSpec((RowSpec(0, 40),), num_kv_heads=1, group=2, dim=64, page_size=16), hidden=576, inner=96)
+    step = given(case)
+    for norm, name in (("attention_norm", "qkv"), ("mlp_norm", "gate_up")):
+        step.dense[norm] *= np.float32(size)
+        step.dense[name] /= np.float32(size)
+    want = expected(case, step)[0]
+    plain, crossed = (np.sqrt(np.mean((run(replace(case, crossed=form), step)[0][: len(want)] - want) ** 2)) for form in (False, True))
+    assert plain < crossed * 2  # they are rounded apart, and neither is exact
+    assert crossed < plain * 2
 
 
 @pytest.mark.parametrize(("outs", "ins"), [(1, 1), (31, 4), (32, 5), (33, 7), (100, 3)])

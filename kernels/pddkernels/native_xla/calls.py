@@ -23,6 +23,7 @@ MAX_HEAD_DIM: Final = 512  # native/numbers.h
 
 _registering: Final = threading.Lock()
 _registered: Final[set[str]] = set()
+_crosses: Final[list[bool]] = []
 
 
 def load(cache_dir: str | None) -> None:
@@ -40,6 +41,12 @@ def _register(cache_dir: str | None) -> None:
     for target in _TARGETS:
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu")
         _registered.add(target)
+    _crosses.append(bool(library.pdd_crosses()))
+
+
+def crosses() -> bool:
+    """Whether products whose inputs cross (``panels.h``) take less time on this processor. After :func:`load`."""
+    return _crosses[0]
 
 
 def has_product(weight: jax.Array, x: jax.Array) -> bool:

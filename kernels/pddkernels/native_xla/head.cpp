@@ -21,7 +21,7 @@ ffi::Error run(ffi::ThreadPool pool, Floats x, Floats norm, Floats weights, floa
   const long tokens = x.dimensions()[0], hidden = x.dimensions()[1], vocab = logits->dimensions()[0], panels = weights.dimensions()[0];
   const Tiles tiles(tokens);
   Scratch scratch(tokens * hidden, 1);
-  float* packed = scratch.take(tokens * hidden);
+  const Packed packed{scratch.take(tokens * hidden), nullptr};
   std::vector<Best> best(panels * tokens);
   float* out = logits->typed_data();
   Team team(pool);
@@ -44,7 +44,7 @@ ffi::Error run(ffi::ThreadPool pool, Floats x, Floats norm, Floats weights, floa
     for (long i = 0; i < count; ++i)
       for (long token = 0; token < kTokens; ++token) out[(first + i) * tokens + tiles.first(tile) + token] = values[token][i];
   };
-  product(team, tiles, packed, hidden, weights.typed_data(), panels, take);
+  product<false>(team, tiles, packed, hidden, weights.typed_data(), panels, take);
   for (long token = 0; token < tokens; ++token) {
     Best found = best[token];
     for (long panel = 1; panel < panels; ++panel) found = better(found, best[panel * tokens + token]);

@@ -27,6 +27,13 @@ struct Panels {
   long first, count;
 };
 
+// A product whose inputs cross if x says so.
+template <class... Others>
+void any_product(Team& team, const Tiles& tiles, const Packed& x, const Others&... others) {
+  if (x.crosses != nullptr) product<true>(team, tiles, x, others...);
+  else product<false>(team, tiles, x, others...);
+}
+
 // Fetches where a result goes and what it is added to: both went out of the caches since, and to wait for them costs up to 5 % of a product.
 inline __attribute__((always_inline)) void fetch(const Tiles& tiles, long tile, long width, long column, const float* onto, const float* out) {
   for (long token = tiles.first(tile); token < tiles.first(tile) + tiles.size(tile); ++token)
@@ -38,7 +45,7 @@ inline __attribute__((always_inline)) void fetch(const Tiles& tiles, long tile, 
 }
 
 // out[token] = x times the weights of `some` panels, plus the bias, plus onto[token] unless `onto` is null. Outputs of other panels stay.
-void project(Team& team, const Tiles& tiles, const float* x, const Projection& by, Panels some, const float* onto, float* out) {
+void project(Team& team, const Tiles& tiles, const Packed& x, const Projection& by, Panels some, const float* onto, float* out) {
   const auto take = [&](long number, long tile, const auto& sums) __attribute__((always_inline)) {
     const long panel = some.first + number;
     constexpr int kTokens = std::extent_v<std::remove_reference_t<decltype(sums)>>;
@@ -57,10 +64,10 @@ void project(Team& team, const Tiles& tiles, const float* x, const Projection& b
   const auto prepare = [&](long number, long tile) __attribute__((always_inline)) {
     fetch(tiles, tile, by.outs(), (some.first + number) * kPanel, onto, out);
   };
-  product(team, tiles, x, by.in, by.weights + some.first * by.in * kPanel, some.count, take, prepare);
+  any_product(team, tiles, x, by.in, by.weights + some.first * by.in * kPanel, some.count, take, prepare);
 }
 
-void project(Team& team, const Tiles& tiles, const float* x, const Projection& by, const float* onto, float* out) {
+void project(Team& team, const Tiles& tiles, const Packed& x, const Projection& by, const float* onto, float* out) {
   project(team, tiles, x, by, {0, by.panels}, onto, out);
 }
 
@@ -73,7 +80,7 @@ floats activate(const floats& gate, const floats& up) {
 
 // The gated unit, packed for the next product. A panel holds sixteen gates and the sixteen values that they let through.
 template <bool kGelu>
-void project_gated(Team& team, const Tiles& tiles, const float* x, const Projection& by, float* out) {
+void project_gated(Team& team, const Tiles& tiles, const Packed& x, const Projection& by, float* out) {
   const long width = by.panels * kLanes;
   const auto take = [&](long panel, long tile, const auto& sums) __attribute__((always_inline)) {
     constexpr int kTokens = std::extent_v<std::remove_reference_t<decltype(sums)>>;
@@ -89,7 +96,7 @@ void project_gated(Team& team, const Tiles& tiles, const float* x, const Project
     }
     store_packed(values, out + tiles.first(tile) * width + panel * kLanes * kTokens);
   };
-  product(team, tiles, x, by.in, by.weights, by.panels, take);
+  any_product(team, tiles, x, by.in, by.weights, by.panels, take);
 }
 
 struct Norms {
@@ -172,7 +179,7 @@ struct Layer {
   Norms norms;
   Shape shape;
   long window;
-  bool gelu;
+  bool gelu, crossed;  // crossed: of q, k and v, and of gate and up, inputs cross
 
   // Whether a panel holds sixteen values of a head's first half and those of its second that they are turned with: layers.py packs q and k so
   // where no norm comes before.
@@ -190,7 +197,7 @@ struct Places {
 
 // The product with `some` paired panels of q, k and v, turned in registers on the way to `queries` [tokens, heads, dim] and `pages`.
 template <class Page>
-void project_paired(Team& team, const Tiles& tiles, const float* x, const Layer& layer, Panels some, const Places& places, float* queries,
+void project_paired(Team& team, const Tiles& tiles, const Packed& x, const Layer& layer, Panels some, const Places& places, float* queries,
                     Page* pages) {
   const Shape& shape = layer.shape;
   const Projection& by = layer.qkv;
@@ -222,13 +229,13 @@ void project_paired(Team& team, const Tiles& tiles, const float* x, const Layer&
       }
     }
   };
-  product(team, tiles, x, by.in, by.weights + some.first * by.in * kPanel, some.count, take);
+  any_product(team, tiles, x, by.in, by.weights + some.first * by.in * kPanel, some.count, take);
 }
 
 // Stores all KV, and makes attention's queries [tokens, heads, dim] unless `queries` is null.
 template <class Page>
 void project_rows(Team& team, const Layer& layer, const Rows& rows, const float* cos, const float* sin, const float* x, Page* pages,
-                  float* packed, float* result, float* queries) {
+                  const Packed& packed, float* result, float* queries) {
   const Tiles tiles(rows.tokens());
   const long hidden = layer.qkv.in, half = layer.shape.dim / 2;
   const long unseen = queries == nullptr ? layer.out.in / kPanel : 0;  // panels of queries alone
@@ -251,7 +258,7 @@ void project_rows(Team& team, const Layer& layer, const Rows& rows, const float*
 // Queries of `tokens` alone, whose x are the tiles'.
 template <class Page>
 void project_queries(Team& team, const Layer& layer, const std::vector<long>& tokens, const float* cos, const float* sin, const float* x,
-                     Page* pages, float* packed, float* result, float* queries) {
+                     Page* pages, const Packed& packed, float* result, float* queries) {
   const Tiles tiles(long(tokens.size()));
   const long hidden = layer.qkv.in, attended = layer.out.in, half = layer.shape.dim / 2;
   const Panels some{0, (attended + kPanel - 1) / kPanel};
@@ -272,23 +279,23 @@ void project_queries(Team& team, const Layer& layer, const std::vector<long>& to
 }
 
 // From attention's result `mixed` [tokens, heads * dim] and x [tokens, hidden], the residual stream, to the layer's result, `out`.
-void finish(Team& team, const Layer& layer, long tokens, const float* mixed, const float* x, float* packed, float* gated, float* result,
-            float* out) {
+void finish(Team& team, const Layer& layer, long tokens, const float* mixed, const float* x, const Packed& packed, float* gated,
+            float* result, float* out) {
   const Tiles tiles(tokens);
   const long hidden = layer.qkv.in, attended = layer.out.in;
   // out = onto + the product, which goes there at once where no norm comes between and it is no wider.
-  const auto project_onto = [&](const float* values, const Projection& by, const float* post, const float* onto) {
+  const auto project_onto = [&](float* values, const Projection& by, const float* post, const float* onto) {
     if (post == nullptr && by.outs() == hidden) {
-      project(team, tiles, values, by, onto, out);
+      project(team, tiles, {values, nullptr}, by, onto, out);
       return;
     }
-    project(team, tiles, values, by, nullptr, result);
+    project(team, tiles, {values, nullptr}, by, nullptr, result);
     team(tokens, [&](long token) {
       add(onto + token * hidden, result + token * by.outs(), hidden, post, layer.norms.eps, out + token * hidden);
     });
   };
-  team(tiles.count, [&](long tile) { pack(tiles, tile, mixed, attended, nullptr, 0, packed); });
-  project_onto(packed, layer.out, layer.norms.attention_post, x);
+  team(tiles.count, [&](long tile) { pack(tiles, tile, mixed, attended, nullptr, 0, {packed.values, nullptr}); });
+  project_onto(packed.values, layer.out, layer.norms.attention_post, x);
   team(tiles.count, [&](long tile) { pack(tiles, tile, out, hidden, layer.norms.mlp, layer.norms.eps, packed); });
   if (layer.gelu) project_gated<true>(team, tiles, packed, layer.gate_up, gated);
   else project_gated<false>(team, tiles, packed, layer.gate_up, gated);
@@ -308,8 +315,9 @@ void run_layer(Team& team, const Layer& layer, const Rows& rows, const float* co
   const long tokens = rows.tokens(), hidden = layer.qkv.in, attended = layer.out.in, inner = layer.down.in;
   const long widest = std::max(hidden, attended), wide = std::max({layer.qkv.outs(), layer.out.outs(), layer.down.outs()});
   const long most = std::max(tokens, wanted == nullptr ? 0 : long(wanted->size()));
-  Scratch scratch(most * (widest + inner + wide + 3 * attended + hidden), 7);
-  float *packed = scratch.take(most * widest), *gated = scratch.take(most * inner), *result = scratch.take(most * wide);
+  Scratch scratch(most * (widest + inner + wide + 3 * attended + hidden + 1), 8);
+  const Packed packed{scratch.take(most * widest), layer.crossed ? scratch.take(most) : nullptr};
+  float *gated = scratch.take(most * inner), *result = scratch.take(most * wide);
   float *queries = scratch.take(most * attended), *mixed = scratch.take(most * attended);
   // Where most tokens are wanted, queries of all are part of one product.
   const long count = wanted == nullptr ? tokens : long(wanted->size());
@@ -344,14 +352,14 @@ ffi::Error run(ffi::ThreadPool pool, Floats x, Floats attention_norm, Floats qkv
                Floats out_bias, Floats attention_post_norm, Floats mlp_norm, Floats gate_up, Floats gate_up_bias, Floats down, Floats down_bias,
                Floats mlp_post_norm, Floats cos, Floats sin, Ints slots, ffi::AnyBuffer pages, Ints tables, Ints row_starts, Ints context_lens,
                Ints num_rows, Ints wanted, std::int64_t heads, float eps, float scale, float soft_cap, std::int64_t window,
-               bool gelu, ffi::ResultBuffer<ffi::F32> result, ffi::Result<ffi::AnyBuffer> new_pages) {
+               bool gelu, bool crossed, ffi::ResultBuffer<ffi::F32> result, ffi::Result<ffi::AnyBuffer> new_pages) {
   const auto page_dims = pages.dimensions();
   if (new_pages->untyped_data() != pages.untyped_data()) return ffi::Error::InvalidArgument("pdd_layer: pages must be updated in place");
   if (page_dims[3] > kMaxHeadDim) return ffi::Error::InvalidArgument("pdd_layer: heads are too long");
   const Norms norms{optional(attention_norm), optional(attention_post_norm), optional(mlp_norm), optional(mlp_post_norm),
                     optional(q_norm),         optional(k_norm),              eps};
   const Shape shape{heads, page_dims[2] / 2, page_dims[3], page_dims[1], scale, soft_cap};
-  const Layer layer{{qkv, qkv_bias}, {out, out_bias}, {gate_up, gate_up_bias}, {down, down_bias}, norms, shape, window, gelu};
+  const Layer layer{{qkv, qkv_bias}, {out, out_bias}, {gate_up, gate_up_bias}, {down, down_bias}, norms, shape, window, gelu, crossed};
   const Rows rows{slots.typed_data(),      tables.typed_data(),        row_starts.typed_data(), context_lens.typed_data(),
                   tables.dimensions()[1], num_rows.typed_data()[0], page_dims[0] * page_dims[1]};
   std::vector<Wanted> some;
@@ -411,5 +419,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(pdd_layer, pdd::run,
                                   .Attr<float>("soft_cap")
                                   .Attr<std::int64_t>("window")
                                   .Attr<bool>("gelu")
+                                  .Attr<bool>("crossed")
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::AnyBuffer>());
+
+// Whether this processor takes less time for products whose inputs cross.
+extern "C" int pdd_crosses() { return pdd::kAddsBeside; }

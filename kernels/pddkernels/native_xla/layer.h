@@ -65,12 +65,23 @@ inline float norm_scale(const float* x, long n, float eps) {
   return 1.0f / std::sqrt(sum / float(n) + eps);
 }
 
+// What crossing inputs of packed x [n][kTokens] add of themselves: [kTokens]. Written as fma, else it depends on kTokens whether a product is
+// rounded before it is added.
+template <int kTokens>
+inline void sum_crosses(const float* x, long n, float* crosses) {
+  float sums[kTokens] = {};
+  for (long i = 0; i + kCrossing <= n; i += kCrossing, x += kCrossing * kTokens)
+#pragma GCC unroll 16
+    for (int token = 0; token < kTokens; ++token) sums[token] = std::fma(x[token], x[kTokens + token], sums[token]);
+  std::copy(sums, sums + kTokens, crosses);
+}
+
 // Packs tokens of x [tokens, n], normed if there are weights for that.
-inline void pack(const Tiles& tiles, long tile, const float* x, long n, const float* weights, float eps, float* out) {
+inline void pack(const Tiles& tiles, long tile, const float* x, long n, const float* weights, float eps, const Packed& out) {
   with_tokens(tiles.size(tile), [&](auto tokens) {
     constexpr int kTokens = tokens;
     const float* from = x + tiles.first(tile) * n;
-    float *to = out + tiles.first(tile) * n, scales[kTokens];
+    float *to = out.values + tiles.first(tile) * n, scales[kTokens];
     if (weights != nullptr)
       for (int token = 0; token < kTokens; ++token) scales[token] = norm_scale(from + token * n, n, eps);
     long i = 0;
@@ -90,6 +101,7 @@ inline void pack(const Tiles& tiles, long tile, const float* x, long n, const fl
         const float value = from[token * n + i];
         to[i * kTokens + token] = weights == nullptr ? value : weights[i] * (value * scales[token]);
       }
+    if (out.crosses != nullptr) sum_crosses<kTokens>(to, n, out.crosses + tiles.first(tile));
   });
 }
 

@@ -12,6 +12,7 @@ from pddkernels.ragged_paged_attention.options import AttentionOptions
 
 _LANES: Final = 16
 _PANEL: Final = 2 * _LANES
+_CROSSING: Final = 3  # panels.h
 
 
 class LayerWeights(NamedTuple):
@@ -71,6 +72,28 @@ def pair_halves(weight: np.ndarray, num_heads: int, dim: int, *, normed: bool) -
     return np.concatenate((halves.swapaxes(1, 2).reshape(turned.shape), rest))
 
 
+class Crossed(NamedTuple):
+    """What stands for a norm and the product that it comes before, where inputs of the product cross (``panels.h``). Not yet packed."""
+
+    norm: np.ndarray
+    weight: np.ndarray
+    bias: np.ndarray
+
+
+def cross(norm: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> Crossed:
+    """``norm`` [in], ``weight`` [out, in], ``bias`` [out] or of no elements.
+
+    A power of two, which rounds nothing, goes from the larger to the smaller of norm and weight, so that what is added in the product is of
+    one size: normed values are as large as the norm's weights. The bias takes off what inputs that cross add of the weights alone.
+    """
+    sizes = [np.sqrt(np.mean(np.square(values, dtype=np.float64))) for values in (norm, weight)]
+    power = round(np.log2(sizes[0] / sizes[1]) / 2) if all(sizes) else 0
+    norm, weight = np.ldexp(norm, -power), np.ldexp(weight, power)
+    groups = weight[:, : weight.shape[1] // _CROSSING * _CROSSING].reshape(len(weight), -1, _CROSSING)
+    crosses = np.einsum("og,og->o", groups[..., 0], groups[..., 1], dtype=np.float64)
+    return Crossed(norm, weight, ((bias if bias.size else 0) - crosses).astype(np.float32))
+
+
 def pack_gate_up(weight: np.ndarray) -> np.ndarray:
     """[gates and as many ups, in] -> [panels, in, 32]: sixteen gates and their ups in turn, each padded with zeros."""
     gate, up = np.split(weight, 2)
@@ -109,13 +132,15 @@ def layer(
     num_heads: int,
     eps: float,
     gelu: bool,
+    crossed: bool,
     wanted: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """``x`` [T, hidden] float32, ``cos``, ``sin`` [T, dim / 2] -> the residual stream after the layer, and ``pages`` with the new KV, which
     are taken over.
 
     With ``wanted`` [W] i32 the result is [W, hidden], of these tokens alone: those past all rows' tokens get zeros. So does [T, hidden] for
-    tokens of no row. ``gelu``: in its tanh form, else SiLU.
+    tokens of no row. ``gelu``: in its tanh form, else SiLU. ``crossed``: whether norms, weights and biases of q, k and v and of gate and up
+    are those of :func:`cross`.
     """
     shape = x.shape if wanted is None else (wanted.shape[0], x.shape[1])
     call = jax.ffi.ffi_call(
@@ -141,6 +166,7 @@ def layer(
         soft_cap=np.float32(options.soft_cap or 0),
         window=np.int64(options.window or 0),
         gelu=np.bool_(gelu),
+        crossed=np.bool_(crossed),
     )
     return found, written
 
