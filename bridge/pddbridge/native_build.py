@@ -14,11 +14,15 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
 _COMPILERS: Final = ("g++", "c++", "clang++")
-_TIMEOUT_S: Final = 300
+# Of the processor's time, for each of the compiler's processes: a minute is plenty, however long a busy machine takes to give it. One that
+# waits for something else, as for a disk that is gone, has the other limit.
+_PROCESSOR_LIMIT_S: Final = 600
+_TIMEOUT_S: Final = 3600
 _FLAGS: Final = ("-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 # Compilers take 256 bits by default even where 512 are as fast per instruction.
 _X86_FLAGS: Final = ("-mprefer-vector-width=512",)
@@ -77,18 +81,29 @@ def _build_once(compiler: str, flags: tuple[str, ...], sources: Path, headers: P
 
 
 def _build(compiler: str, flags: tuple[str, ...], sources: Path, headers: Path, library: Path) -> Path:
-    """Whole or not at all: where locks do not hold, the last one's rename wins over an equal file."""
+    """Whole or not at all: where locks do not hold, the last one's rename wins over an equal file. As many files at once as there are
+    cores.
+    """
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent, prefix="native-") as directory:
         made = Path(directory) / "made.so"
-        _run([compiler, *flags, f"-I{headers}", *(str(path) for path in sorted(sources.glob("*.cpp"))), "-o", str(made)])
+
+        def translate(source: Path) -> str:
+            translated = str(made.with_name(f"{source.stem}.o"))
+            _run([compiler, *flags, f"-I{headers}", "-c", str(source), "-o", translated])
+            return translated
+
+        with ThreadPoolExecutor(os.cpu_count(), "native-build") as workers:
+            objects = list(workers.map(translate, sorted(sources.glob("*.cpp"))))
+        _run([compiler, *flags, *objects, "-o", str(made)])
         made.replace(library)
     return library
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    limited = ["sh", "-c", f'ulimit -t {_PROCESSOR_LIMIT_S} && exec "$@"', "sh", *command]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_TIMEOUT_S, stdin=subprocess.DEVNULL)
+        return subprocess.run(limited, capture_output=True, text=True, check=True, timeout=_TIMEOUT_S, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.SubprocessError) as error:
         details = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
         raise NativeUnavailableError(NOT_COMPILED, f"{command[0]} could not build native kernels: {details}") from error

@@ -46,6 +46,38 @@ def test_who_starts_together_builds_once(tmp_path: Path, monkeypatch: pytest.Mon
     assert list(library.parent.iterdir()) == [library]
 
 
+def test_who_waits_for_a_builder_that_is_killed_builds(tmp_path: Path) -> None:
+    library = tmp_path / "cache" / "some.so"
+    code = (
+        "import sys, threading; from pathlib import Path; from pddbridge import native_build\n"
+        "def build(*arguments): print('building', flush=True); threading.Event().wait()\n"
+        "native_build._build = build; native_build._build_once('g++', (), Path(), Path(), Path(sys.argv[1]))"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(library)], stdout=subprocess.PIPE, text=True) as first:
+        try:
+            assert first.stdout is not None
+            assert first.stdout.readline() == "building\n"
+            (tmp_path / "one.cpp").write_text('extern "C" int one() { return 1; }')
+            with ThreadPoolExecutor(1) as workers:
+                second = workers.submit(native_build._build_once, "g++", native_build._FLAGS, tmp_path, tmp_path, library)
+                with pytest.raises(TimeoutError):
+                    second.result(0.5)
+                first.kill()
+                second.result(60)
+        finally:
+            first.kill()
+    assert native_build._load(library).one() == 1
+
+
+def test_a_compiler_has_processor_time_whatever_time_that_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a build of seconds takes minutes; one that computes without an end is a failure with a name."""
+    monkeypatch.setattr(native_build, "_PROCESSOR_LIMIT_S", 1)
+    assert native_build._run(["sh", "-c", "sleep 1.5; echo done"]).stdout == "done\n"
+    with pytest.raises(NativeUnavailableError) as caught:
+        native_build._run([sys.executable, "-c", "while True: pass"])
+    assert caught.value.reason == NOT_COMPILED
+
+
 def test_other_sources_headers_or_flags_are_another_library(tmp_path: Path) -> None:
     compiler = shutil.which("g++") or ""
     sources, headers = tmp_path / "sources", tmp_path / "headers"
