@@ -32,6 +32,7 @@ FILES = [
 _FILE = re.compile(r"(?<![\w/.-])((?:[\w.-]+/)*[\w-]+\.(?:py|cpp|h|proto)|(?:[\w.-]+/)+[\w-]+\.yaml)(?:::(\w+))?(?![\w/])")
 _NO_FILES = ("llama.cpp",)
 _MODULE = re.compile(rf"(?<![\w/.-])((?:{'|'.join(PACKAGES)})(?:\.[A-Za-z_]\w*)+)(?![\w/])")
+_REFERENCE = re.compile(r":(?:mod|class|func|meth|data):`~?([\w.]+)`")
 # At the beginning of a line of a code block or of a span: what somebody may run.
 _COMMAND = re.compile(r"(?:^|`)(?:sudo )?((?:\.venv/bin/)?pdd [a-z][^`\n]*)", re.MULTILINE)
 _TARGET = re.compile(r"(?:^|`)make ([a-z][\w-]*)", re.MULTILINE)
@@ -80,6 +81,15 @@ def test_a_file_that_a_document_names_is_there(document: Path) -> None:
 def test_a_module_that_a_document_names_is_there(document: Path) -> None:
     named = [dotted for dotted in _MODULE.findall(text_of(document)) if not _NO_MODULES.match(dotted) and dotted.rpartition(".")[2] != "py"]
     assert [dotted for dotted in named if not is_there(dotted)] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_module_that_a_docstring_refers_to_is_there(package: str) -> None:
+    wrong = []
+    for path in PACKAGES[package].rglob("*.py"):
+        named = [name for name in _REFERENCE.findall(text_of(path)) if name.partition(".")[0] in PACKAGES]
+        wrong += [f"{path.relative_to(ROOT)}: {name}" for name in named if not is_there(name)]
+    assert wrong == []
 
 
 @by_document
