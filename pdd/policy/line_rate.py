@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 # What a sender tells is of its latest two seconds of traffic, and up to a second old: after so long with the same others beside it, it is
@@ -18,6 +19,7 @@ class LineRate:
         self._senders: frozenset[str] = frozenset()
         self._since_s = 0.0
         self._line_bytes_s = 0.0
+        self._shares: dict[str, float] = {}
 
     def shares(self, now_s: float, told: Mapping[str, float | None]) -> dict[str, float]:
         """``told``: bytes per second of those that send now, None of one that has told nothing, which is left out. Time never goes back."""
@@ -29,7 +31,12 @@ class LineRate:
                 self._line_bytes_s = sum(known.values())
             elif len(known) == 1:
                 self._line_bytes_s = max(self._line_bytes_s, *known.values())
-        if len(told) < 2 or not self._line_bytes_s:
-            return known
-        share = max(self._line_bytes_s, *known.values(), 0.0) / len(told)
-        return {sender: min(rate, share) for sender, rate in known.items()}
+        share = max(self._line_bytes_s, *known.values(), 0.0) / len(told) if len(told) > 1 and self._line_bytes_s else math.inf
+        self._shares = {sender: min(rate, share) for sender, rate in known.items()}
+        return self._shares
+
+    def share_bytes_s(self, sender: str) -> float | None:
+        """What ``sender`` gets of the line now, or will if it begins. None while that is not known."""
+        if sender in self._shares or not self._line_bytes_s:
+            return self._shares.get(sender)
+        return self._line_bytes_s / len(self._senders | {sender})

@@ -71,14 +71,13 @@ class LinkQueue:
         for sender, rate in rates.items():
             self._drain(waiting[sender], (now_s - since_s) * rate)
 
-    def ahead_bytes(self, num_bytes: float, priority: Priority, sender: str) -> float:
-        """Of others that leave before the last of ``num_bytes`` more of class ``priority`` of ``sender``: all of its own in higher classes;
-        in that class what is shorter, or where they take turns as much of each at most. Other senders take turns with one that begins now;
-        what one that sends gets has them in it. More to send never has less ahead.
+    def ahead_bytes(self, num_bytes: float, priority: Priority, sender: str, goodput_bytes_s: float) -> float:
+        """Of others that leave before the last of ``num_bytes`` more of class ``priority`` of ``sender``: of its own, all of higher classes
+        and in that class what is shorter, or where they take turns as much of each at most. Other senders take turns with this one, as far
+        as ``goodput_bytes_s``, by which the time will be told, is more than its share of the line. More to send never has less ahead.
         """
-        ahead, sends = 0.0, False
+        ahead = 0.0
         for transfer in self._of_sender.get(sender, {}).values():
-            sends = sends or transfer.remaining_bytes > 0
             if transfer.priority > priority:
                 continue
             if transfer.priority < priority:
@@ -87,9 +86,17 @@ class LinkQueue:
                 ahead += min(transfer.remaining_bytes, num_bytes)
             elif transfer.remaining_bytes <= num_bytes:
                 ahead += transfer.remaining_bytes
-        if sends or not self._of_sender:
+        if len(self._of_sender) <= (sender in self._of_sender):
             return ahead
-        return sum(min(sum(t.remaining_bytes for t in own.values()), num_bytes) for own in self._of_sender.values())
+        own = ahead + num_bytes
+        others = sum(min(sum(t.remaining_bytes for t in ts.values()), own) for one, ts in self._of_sender.items() if one != sender)
+        share_bytes_s = self._line.share_bytes_s(sender)
+        if share_bytes_s is None:
+            return ahead if self._sends(sender) else ahead + others
+        return ahead + min(others, own * max(0.0, goodput_bytes_s / share_bytes_s - 1.0))
+
+    def _sends(self, sender: str) -> bool:
+        return any(transfer.remaining_bytes > 0 for transfer in self._of_sender.get(sender, {}).values())
 
     def _drain(self, waiting: list[_Transfer], left: float) -> None:
         """Take ``left`` bytes off them, by class, shortest first or all alike."""

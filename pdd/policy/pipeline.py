@@ -124,7 +124,7 @@ def predict_wait_s(snapshot: PipelineSnapshot) -> float | None:
     if snapshot.main_miss_tokens == 0:
         return 0.0
     link = snapshot.link or LinkSnapshot()
-    goodput_bytes_s = _goodput_bytes_s(snapshot.goodput_bytes_s, link)
+    goodput_bytes_s = expected_goodput_bytes_s(snapshot.goodput_bytes_s, link)
     if not goodput_bytes_s:
         return None
     num_bytes = snapshot.main_miss_tokens * snapshot.kv_bytes_per_token
@@ -225,7 +225,7 @@ def _refuse_local(snapshot: PipelineSnapshot, wait_s: float, policy: PolicyConfi
     return refuse_local(question, LocalLimits(local.min_miss_tokens, local.max_output_tokens, local.margin, local.max_relay_load))
 
 
-def _goodput_bytes_s(estimate: float | None, link: LinkSnapshot) -> float | None:
+def expected_goodput_bytes_s(estimate: float | None, link: LinkSnapshot) -> float | None:
     """While a link is busy, what it delivers now. Otherwise the better of what it delivered last and what transfers took: a short one
     understates the former, others at the same time the latter.
     """

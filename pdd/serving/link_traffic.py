@@ -36,9 +36,9 @@ class LinkTraffic:
         if route[0] != route[1]:
             self._current(route).set_priority(receiver, priority)
 
-    def ahead_bytes(self, route: Link, sender: str, num_bytes: int, priority: Priority) -> float:
-        """Of others, before the last of ``num_bytes`` more from ``sender``."""
-        return 0.0 if route[0] == route[1] else self._current(route).ahead_bytes(num_bytes, priority, sender)
+    def ahead_bytes(self, route: Link, sender: str, num_bytes: int, priority: Priority, goodput_bytes_s: float | None) -> float:
+        """Of others, before the last of ``num_bytes`` more from ``sender``, to be divided by ``goodput_bytes_s``."""
+        return 0.0 if route[0] == route[1] else self._current(route).ahead_bytes(num_bytes, priority, sender, goodput_bytes_s or 0.0)
 
     def urgent_bytes(self, route: Link, besides: Holder | None = None) -> float:
         """Under way and not in the lowest class; ``besides``: not counted."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pdd.policy.pipeline import PipelineSnapshot
+from pdd.policy.link import LinkSnapshot
+from pdd.policy.pipeline import PipelineSnapshot, expected_goodput_bytes_s
 from pdd.serving.learned import account
 from pdd.serving.request_parts import RequestParts
 from pdd.serving.reservation import Reservation
@@ -22,7 +23,8 @@ def pipeline_snapshot(reserved: Reservation, parts: RequestParts) -> PipelineSna
         route = (prefill.place.site, main.worker.place.site)
         goodput = context.links.goodput_bytes_s(route)
         link = prefill.link_to(main.worker.place)
-        ahead_bytes = context.traffic.ahead_bytes(route, prefill.name, main_miss * kv_bytes_per_token, Priority.URGENT)
+        expected = expected_goodput_bytes_s(goodput, link or LinkSnapshot())
+        ahead_bytes = context.traffic.ahead_bytes(route, prefill.name, main_miss * kv_bytes_per_token, Priority.URGENT, expected)
         late_s = learned.late_s(route)
     # Prefill holds what either has: all that they hold was computed there.
     miss = min(main_miss, main_miss if relay is None else relay.miss_tokens(prompt_tokens))

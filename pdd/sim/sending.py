@@ -11,6 +11,7 @@ import simpy
 from pdd.policy.link import LinkSnapshot
 from pdd.policy.link_queue import LinkQueue
 from pdd.policy.link_schedule import Priority
+from pdd.policy.pipeline import expected_goodput_bytes_s
 from pdd.sim.goodput import SeenRate
 from pdd.sim.link import make_link
 from pdd.sim.running import Running
@@ -42,9 +43,14 @@ class Sending:
         return self.snapshot(self._under_way[run.pair])
 
     def snapshot(self, num: int) -> LinkSnapshot:
-        """As one sending end measures it towards one receiver: what its ``num`` transfers get together, one more of them included."""
+        """As one sending end measures it towards one receiver, to whom its transfers take turns, live: what one of them may get at most,
+        and no more than the part of a shared line of ``num`` and one more. Of an idle one what it was alone.
+        """
+        line_bytes_s = self.link.rate_bytes_s
+        if num:
+            line_bytes_s *= (num + 1) / (self.link.num_transfers + 1)
         return LinkSnapshot(
-            goodput_bytes_s=min(self.link.rate_bytes_s, self._flow_bytes_s * (num + 1)) * self._seen.share,
+            goodput_bytes_s=min(line_bytes_s, self._flow_bytes_s) * self._seen.share,
             round_trip_s=self._spec.link.rtt_s,
             queued_bytes=round(self.link.queued_bytes),
             num_transfers=num,
@@ -57,10 +63,12 @@ class Sending:
         waited_for_bytes = self._traffic.remaining_bytes(background=False, besides=run)
         return replace(link, queued_bytes=round(waited_for_bytes + background_bytes))
 
-    def ahead_bytes(self, run: Running) -> float:
+    def ahead_bytes(self, run: Running, link: LinkSnapshot) -> float:
         """Of other transfers, that go before what the run's main lacks, if somebody waits for that, as a coordinator tells."""
         self._advance()
-        return self._traffic.ahead_bytes(run.main_miss * self._spec.kv_bytes_per_token, Priority.URGENT, run.prefill.name)
+        num_bytes = run.main_miss * self._spec.kv_bytes_per_token
+        expected_bytes_s = expected_goodput_bytes_s(self.goodput_bytes_s, link) or 0.0
+        return self._traffic.ahead_bytes(num_bytes, Priority.URGENT, run.prefill.name, expected_bytes_s)
 
     def _advance(self) -> None:
         """By what each sender sees that its transfers get."""

@@ -165,6 +165,7 @@ class System:
         request, prefill, relay = run.request, run.prefill, run.relay
         need = run.tokens
         miss = min(need - run.prefill_hit, run.main_miss, run.relay_miss)  # prefill holds what either has
+        link = self._sending.towards(run)
         alone_s = prefill.spec.cost.prefill(miss, need - miss, prefill.spec.step_tokens) / miss if miss else None
         snapshot = PipelineSnapshot(
             main_miss_tokens=run.main_miss,
@@ -174,8 +175,8 @@ class System:
             relay=run.relay_state,
             relay_running=run.relay_running,
             relay_capacity=run.relay_capacity,
-            link=self._sending.towards(run),
-            ahead_bytes=self._sending.ahead_bytes(run),
+            link=link,
+            ahead_bytes=self._sending.ahead_bytes(run, link),
             prefill_tokens=miss,
             prefill_s_per_token=alone_s if prefill.pace.value is None else prefill.pace.value,
             prefill_step_tokens=prefill.spec.step_tokens,

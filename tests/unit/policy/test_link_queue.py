@@ -26,27 +26,27 @@ def queue(schedule: Schedule = "shortest") -> LinkQueue:
 
 def test_higher_classes_go_before_and_lower_ones_do_not() -> None:
     made = queue()
-    assert made.ahead_bytes(200.0, URGENT, ONE) == 100.0
-    assert made.ahead_bytes(50.0, URGENT, ONE) == 0.0, "shortest first"
-    assert made.ahead_bytes(50.0, NORMAL, ONE) == 100.0
-    assert made.ahead_bytes(50.0, BACKGROUND, ONE) == 1100.0
+    assert made.ahead_bytes(200.0, URGENT, ONE, 100.0) == 100.0
+    assert made.ahead_bytes(50.0, URGENT, ONE, 100.0) == 0.0, "shortest first"
+    assert made.ahead_bytes(50.0, NORMAL, ONE, 100.0) == 100.0
+    assert made.ahead_bytes(50.0, BACKGROUND, ONE, 100.0) == 1100.0
 
 
 def test_where_they_take_turns_as_much_of_each_goes_before() -> None:
     made = queue("fair")
-    assert made.ahead_bytes(50.0, URGENT, ONE) == 50.0
-    assert made.ahead_bytes(200.0, URGENT, ONE) == 100.0
+    assert made.ahead_bytes(50.0, URGENT, ONE, 100.0) == 50.0
+    assert made.ahead_bytes(200.0, URGENT, ONE, 100.0) == 100.0
 
 
 def test_it_drains_by_class_and_shortest_first() -> None:
     made = queue()
     made.add("short", 200.0, NORMAL, ONE)
     made.advance(12.5, {ONE: 100.0})  # 250 bytes: the urgent one, then 150 of the short
-    assert made.ahead_bytes(1e9, URGENT, ONE) == 0.0
+    assert made.ahead_bytes(1e9, URGENT, ONE, 100.0) == 0.0
     assert made.remaining_bytes(background=False) == 1050.0
     assert made.remaining_bytes(background=True) == 500.0
     assert made.remaining_bytes(background=False, besides="relayed") == 50.0
-    assert made.ahead_bytes(60.0, NORMAL, ONE) == 50.0
+    assert made.ahead_bytes(60.0, NORMAL, ONE, 100.0) == 50.0
     made.advance(100.0, {ONE: 100.0})
     assert made.remaining_bytes(background=False) == made.remaining_bytes(background=True) == 0.0
     assert len(made) == 4, "those that have not arrived are still open"
@@ -59,8 +59,8 @@ def test_fair_ones_drain_alike() -> None:
     made.advance(0.0, {ONE: 1.0})
     made.advance(90.0, {ONE: 1.0})
     assert made.remaining_bytes(background=False) == pytest.approx(120.0)
-    assert made.ahead_bytes(60.0, NORMAL, ONE) == pytest.approx(120.0)
-    assert made.ahead_bytes(59.0, NORMAL, ONE) == pytest.approx(118.0)
+    assert made.ahead_bytes(60.0, NORMAL, ONE, 100.0) == pytest.approx(120.0)
+    assert made.ahead_bytes(59.0, NORMAL, ONE, 100.0) == pytest.approx(118.0)
 
 
 def test_what_ends_or_changes_class_counts_at_once_and_what_is_gone_does_not_mind() -> None:
@@ -70,7 +70,7 @@ def test_what_ends_or_changes_class_counts_at_once_and_what_is_gone_does_not_min
     made.set_priority("direct", URGENT)
     made.set_priority("relayed", BACKGROUND)
     assert len(made) == 2
-    assert made.ahead_bytes(1e9, NORMAL, ONE) == 0.0
+    assert made.ahead_bytes(1e9, NORMAL, ONE, 100.0) == 0.0
     made.advance(1000.0, {})
     assert made.remaining_bytes(background=True) == 1500.0, "nothing is known to have left"
 
@@ -92,13 +92,24 @@ def test_senders_drain_each_at_its_own_rate_and_share_the_line() -> None:
     assert made.remaining_bytes(background=False, besides="a") == pytest.approx(820.0), "nothing is known to have left"
 
 
-def test_who_sends_waits_for_its_own_and_who_begins_takes_turns_with_the_others() -> None:
+def test_senders_take_turns_as_far_as_the_rate_does_not_say_so_already() -> None:
     made = queue()
     made.add("theirs", 300.0, BACKGROUND, OTHER)
-    assert made.ahead_bytes(200.0, URGENT, ONE) == 100.0, "what it gets has the other in it"
-    assert made.ahead_bytes(200.0, URGENT, "prefill-2") == 200.0 + 200.0, "nobody else knows that somebody waits for it"
-    assert made.ahead_bytes(400.0, URGENT, "prefill-2") == 400.0 + 300.0
-    assert made.ahead_bytes(1e9, URGENT, "prefill-2") == 1900.0
+    made.advance(10.0, {ONE: 100.0, OTHER: 100.0})
+    assert made.ahead_bytes(200.0, URGENT, ONE, 50.0) == 100.0, "half of the line: what it gets has the other in it"
+    assert made.ahead_bytes(200.0, URGENT, ONE, 100.0) == 100.0 + 300.0, "all of it, as it was alone: nobody else knows who waits"
+    assert made.ahead_bytes(100.0, URGENT, ONE, 100.0) == 100.0 + 200.0, "no more of theirs than of its own"
+    assert made.ahead_bytes(200.0, URGENT, "prefill-2", 100.0) == pytest.approx(200.0 + 200.0)
+    assert made.ahead_bytes(1e9, URGENT, "prefill-2", 100.0) == pytest.approx(1600.0 + 300.0)
+    assert made.ahead_bytes(200.0, URGENT, "prefill-2", 100.0 / 3) == pytest.approx(0.0)
+
+
+def test_of_a_line_that_nothing_is_known_of_one_that_begins_takes_turns() -> None:
+    made = LinkQueue("shortest")
+    made.add("a", 300.0, NORMAL, ONE)
+    made.add("b", 500.0, NORMAL, OTHER)
+    assert made.ahead_bytes(200.0, NORMAL, "prefill-2", 100.0) == 400.0
+    assert made.ahead_bytes(400.0, NORMAL, ONE, 100.0) == 300.0
 
 
 def test_a_line_is_what_its_senders_tell_once_they_have_shared_it_for_a_while() -> None:
@@ -133,9 +144,9 @@ def test_more_to_send_never_has_less_ahead_and_time_takes_off_what_it_can(
     for key, (size, of) in enumerate(given):
         made.add(key, size, of, ONE)
     for sender in (ONE, OTHER):
-        assert made.ahead_bytes(num_bytes, priority, sender) <= made.ahead_bytes(num_bytes + more, priority, sender)
+        assert made.ahead_bytes(num_bytes, priority, sender, 100.0) <= made.ahead_bytes(num_bytes + more, priority, sender, 100.0)
     total = sum(size for size, _ in given)
-    assert made.ahead_bytes(num_bytes, priority, ONE) <= total + 1e-6
+    assert made.ahead_bytes(num_bytes, priority, ONE, 100.0) <= total + 1e-6
     made.advance(0.0, {ONE: 1000.0})
     made.advance(passed_s, {ONE: 1000.0})
     left = made.remaining_bytes(background=False) + made.remaining_bytes(background=True)

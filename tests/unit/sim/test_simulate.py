@@ -114,6 +114,15 @@ def test_a_transfer_that_was_put_off_hurries_once_its_answer_is_longer_than_pred
     assert ended["other"].relay_tokens > 400
 
 
+def test_a_transfer_is_not_predicted_to_take_less_than_its_flow_does() -> None:
+    """However many others are under way: 50 MB at 10 MB/s, of a line of 1 GB/s."""
+    spec = replace(SPEC, link=LinkSpec(1e9, 0.03, flow_bytes_s=1e7))
+    _, ended = _in_order(spec, *((0.5 * number, _asked(f"{number}", 1001, 400)) for number in range(4)))
+    for one in ended.values():
+        assert one.decision.predicted_kv_s is not None
+        assert one.decision.predicted_kv_s > 5.0
+
+
 def test_a_relay_hides_the_link() -> None:
     traffic = _traffic(0.4, 400, high_share=0.7, mean_hit=0.8)
     policy = PolicyConfig(direct_budget_s=0.1, handoff="one_shot")
