@@ -101,22 +101,20 @@ def _packed(layer: Layer, crossed: bool) -> tuple[np.ndarray, ...]:
     attention, mlp = layer.attention, layer.mlp
     turned, normed = attention.num_heads + attention.num_kv_heads, attention.q_norm is not None
     pair = partial(native.pair_halves, num_heads=turned, dim=attention.head_dim, normed=normed)
-    prepare = native.cross if crossed else native.Crossed
-    qkv = prepare(_norm(layer.attention_norm), _values(attention.qkv.weight), _bias(attention.qkv))
-    gate_up = prepare(_norm(layer.mlp_norm), _values(mlp.gate_up.weight), _bias(mlp.gate_up))
+    prepare = native.cross if crossed else np.asarray
     return (
-        qkv.norm,
-        native.pack(pair(qkv.weight)),
-        native.pack_bias(pair(qkv.bias)),
+        _norm(layer.attention_norm),
+        native.pack(pair(prepare(_values(attention.qkv.weight)))),
+        native.pack_bias(pair(_bias(attention.qkv))),
         _norm(attention.q_norm),
         _norm(attention.k_norm),
-        native.pack(_values(attention.out.weight)),
+        native.pack(prepare(_values(attention.out.weight))),
         native.pack_bias(_bias(attention.out)),
         _norm(layer.attention_post_norm),
-        gate_up.norm,
-        native.pack_gate_up(gate_up.weight),
-        native.pack_gate_up_bias(gate_up.bias),
-        native.pack_down(_values(mlp.down.weight)),
+        _norm(layer.mlp_norm),
+        native.pack_gate_up(prepare(_values(mlp.gate_up.weight))),
+        native.pack_gate_up_bias(_bias(mlp.gate_up)),
+        native.pack(prepare(native.pad_down(_values(mlp.down.weight)))),
         native.pack_bias(_bias(mlp.down)),
         _norm(layer.mlp_post_norm),
     )

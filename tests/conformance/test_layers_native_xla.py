@@ -109,10 +109,10 @@ def given(case: Case) -> Given:
 
 
 def packed(dense: dict[str, np.ndarray], batch: BatchSpec, crossed: bool) -> LayerWeights:
-    how = {"qkv": layers.pack, "out": layers.pack, "gate_up": layers.pack_gate_up, "down": layers.pack_down}
+    how = {"qkv": layers.pack, "out": layers.pack, "gate_up": layers.pack_gate_up, "down": layers.pack}
+    weights = {name: layers.pad_down(dense[name]) if name == "down" else dense[name] for name in how}
+    dense = dense | {name: layers.cross(weight) if crossed else weight for name, weight in weights.items()}
     how |= {f"{name}_bias": layers.pack_gate_up_bias if name == "gate_up" else layers.pack_bias for name in how}
-    for norm, name in (("attention_norm", "qkv"), ("mlp_norm", "gate_up")) if crossed else ():
-        dense = dense | dict(zip((norm, name, f"{name}_bias"), layers.cross(dense[norm], dense[name], dense[f"{name}_bias"]), strict=True))
     turned, normed = batch.num_kv_heads * (batch.group + 1), bool(dense["q_norm"].size)
     halves = {name: layers.pair_halves(dense[name], turned, batch.dim, normed=normed) for name in ("qkv", "qkv_bias")}
     dense = dense | halves
@@ -243,14 +243,18 @@ def test_a_row_is_the_same_to_the_bit_beside_any_others(others: int, dim: int, c
         assert np.array_equal(found, alone)
 
 
+@pytest.mark.parametrize("positive", [False, True])
 @pytest.mark.parametrize("size", [2.0**-9, 1.0, 2.0**12])
-def test_crossing_inputs_round_little_more_whatever_the_size_of_norms(size: float) -> None:
-    """Weights are the smaller the larger norms are, so that results stay: without a balance of the two errors grow by thousands."""
+def test_crossing_inputs_round_little_more_whatever_their_size_and_sign(size: float, positive: bool) -> None:
+    """Inputs of three products are as large as given, their weights the smaller: results stay, and unbalanced errors grow by thousands."""
     case = Case(BatchSpec((RowSpec(0, 40),), num_kv_heads=1, group=2, dim=64, page_size=16), hidden=576, inner=96)
-    step = given(case)
+    step, factor = given(case), np.float32(size)
     for norm, name in (("attention_norm", "qkv"), ("mlp_norm", "gate_up")):
-        step.dense[norm] *= np.float32(size)
-        step.dense[name] /= np.float32(size)
+        step.dense[norm] *= factor
+        step.dense[name] /= factor
+    step.dense["gate_up"][case.inner :] *= factor
+    step.dense["down"] /= factor
+    step = replace(step, x=np.abs(step.x) if positive else step.x)
     want = expected(case, step)[0]
     plain, crossed = (np.sqrt(np.mean((run(replace(case, crossed=form), step)[0][: len(want)] - want) ** 2)) for form in (False, True))
     assert plain < crossed * 2  # they are rounded apart, and neither is exact

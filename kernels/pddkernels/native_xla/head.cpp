@@ -21,7 +21,7 @@ ffi::Error run(ffi::ThreadPool pool, Floats x, Floats norm, Floats weights, floa
   const long tokens = x.dimensions()[0], hidden = x.dimensions()[1], vocab = logits->dimensions()[0], panels = weights.dimensions()[0];
   const Tiles tiles(tokens);
   Scratch scratch(tokens * hidden, 1);
-  const Packed packed{scratch.take(tokens * hidden), nullptr};
+  const Packed packed{scratch.take(tokens * hidden), nullptr, nullptr};
   std::vector<Best> best(panels * tokens);
   float* out = logits->typed_data();
   Team team(pool);

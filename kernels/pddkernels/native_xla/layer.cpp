@@ -13,13 +13,14 @@
 namespace pdd {
 namespace {
 
-// weights [panels, in, 32], and a bias for every output of the panels or none.
+// weights [panels, in, 32], with kCrossRows more where inputs cross, and a bias for every output of the panels or none.
 struct Projection {
   const float *weights, *bias;
-  long panels, in;
+  long panels, rows, in;
 
-  Projection(const Floats& weights, const Floats& bias)
-      : weights(weights.typed_data()), bias(optional(bias)), panels(weights.dimensions()[0]), in(weights.dimensions()[1]) {}
+  Projection(const Floats& weights, const Floats& bias, bool crossed)
+      : weights(weights.typed_data()), bias(optional(bias)), panels(weights.dimensions()[0]), rows(weights.dimensions()[1]),
+        in(rows - (crossed ? kCrossRows : 0)) {}
   long outs() const { return panels * kPanel; }
 };
 
@@ -27,11 +28,12 @@ struct Panels {
   long first, count;
 };
 
-// A product whose inputs cross if x says so.
-template <class... Others>
-void any_product(Team& team, const Tiles& tiles, const Packed& x, const Others&... others) {
-  if (x.crosses != nullptr) product<true>(team, tiles, x, others...);
-  else product<false>(team, tiles, x, others...);
+// x times the weights of `some` panels; inputs cross if both are made for that.
+template <class... Takes>
+void product_of(Team& team, const Tiles& tiles, const Packed& x, const Projection& by, Panels some, const Takes&... takes) {
+  const float* weights = by.weights + some.first * by.rows * kPanel;
+  if (by.rows > by.in) product<true>(team, tiles, x, by.in, weights, some.count, takes...);
+  else product<false>(team, tiles, x, by.in, weights, some.count, takes...);
 }
 
 // Fetches where a result goes and what it is added to: both went out of the caches since, and to wait for them costs up to 5 % of a product.
@@ -64,7 +66,7 @@ void project(Team& team, const Tiles& tiles, const Packed& x, const Projection& 
   const auto prepare = [&](long number, long tile) __attribute__((always_inline)) {
     fetch(tiles, tile, by.outs(), (some.first + number) * kPanel, onto, out);
   };
-  any_product(team, tiles, x, by.in, by.weights + some.first * by.in * kPanel, some.count, take, prepare);
+  product_of(team, tiles, x, by, some, take, prepare);
 }
 
 void project(Team& team, const Tiles& tiles, const Packed& x, const Projection& by, const float* onto, float* out) {
@@ -96,7 +98,7 @@ void project_gated(Team& team, const Tiles& tiles, const Packed& x, const Projec
     }
     store_packed(values, out + tiles.first(tile) * width + panel * kLanes * kTokens);
   };
-  any_product(team, tiles, x, by.in, by.weights, by.panels, take);
+  product_of(team, tiles, x, by, {0, by.panels}, take);
 }
 
 struct Norms {
@@ -179,7 +181,7 @@ struct Layer {
   Norms norms;
   Shape shape;
   long window;
-  bool gelu, crossed;  // crossed: of q, k and v, and of gate and up, inputs cross
+  bool gelu;
 
   // Whether a panel holds sixteen values of a head's first half and those of its second that they are turned with: layers.py packs q and k so
   // where no norm comes before.
@@ -229,7 +231,7 @@ void project_paired(Team& team, const Tiles& tiles, const Packed& x, const Layer
       }
     }
   };
-  any_product(team, tiles, x, by.in, by.weights + some.first * by.in * kPanel, some.count, take);
+  product_of(team, tiles, x, by, some, take);
 }
 
 // Stores all KV, and makes attention's queries [tokens, heads, dim] unless `queries` is null.
@@ -279,26 +281,27 @@ void project_queries(Team& team, const Layer& layer, const std::vector<long>& to
 }
 
 // From attention's result `mixed` [tokens, heads * dim] and x [tokens, hidden], the residual stream, to the layer's result, `out`.
-void finish(Team& team, const Layer& layer, long tokens, const float* mixed, const float* x, const Packed& packed, float* gated,
+void finish(Team& team, const Layer& layer, long tokens, const float* mixed, const float* x, const Packed& packed, const Packed& gated,
             float* result, float* out) {
   const Tiles tiles(tokens);
   const long hidden = layer.qkv.in, attended = layer.out.in;
   // out = onto + the product, which goes there at once where no norm comes between and it is no wider.
-  const auto project_onto = [&](float* values, const Projection& by, const float* post, const float* onto) {
+  const auto project_onto = [&](const Packed& values, const Projection& by, const float* post, const float* onto) {
     if (post == nullptr && by.outs() == hidden) {
-      project(team, tiles, {values, nullptr}, by, onto, out);
+      project(team, tiles, values, by, onto, out);
       return;
     }
-    project(team, tiles, {values, nullptr}, by, nullptr, result);
+    project(team, tiles, values, by, nullptr, result);
     team(tokens, [&](long token) {
       add(onto + token * hidden, result + token * by.outs(), hidden, post, layer.norms.eps, out + token * hidden);
     });
   };
-  team(tiles.count, [&](long tile) { pack(tiles, tile, mixed, attended, nullptr, 0, {packed.values, nullptr}); });
-  project_onto(packed.values, layer.out, layer.norms.attention_post, x);
+  team(tiles.count, [&](long tile) { pack(tiles, tile, mixed, attended, nullptr, 0, packed); });
+  project_onto(packed, layer.out, layer.norms.attention_post, x);
   team(tiles.count, [&](long tile) { pack(tiles, tile, out, hidden, layer.norms.mlp, layer.norms.eps, packed); });
-  if (layer.gelu) project_gated<true>(team, tiles, packed, layer.gate_up, gated);
-  else project_gated<false>(team, tiles, packed, layer.gate_up, gated);
+  if (layer.gelu) project_gated<true>(team, tiles, packed, layer.gate_up, gated.values);
+  else project_gated<false>(team, tiles, packed, layer.gate_up, gated.values);
+  if (gated.crosses != nullptr) team(tiles.count, [&](long tile) { cross(tiles, tile, layer.down.in, gated); });
   project_onto(gated, layer.down, layer.norms.mlp_post, out);
 }
 
@@ -315,9 +318,13 @@ void run_layer(Team& team, const Layer& layer, const Rows& rows, const float* co
   const long tokens = rows.tokens(), hidden = layer.qkv.in, attended = layer.out.in, inner = layer.down.in;
   const long widest = std::max(hidden, attended), wide = std::max({layer.qkv.outs(), layer.out.outs(), layer.down.outs()});
   const long most = std::max(tokens, wanted == nullptr ? 0 : long(wanted->size()));
-  Scratch scratch(most * (widest + inner + wide + 3 * attended + hidden + 1), 8);
-  const Packed packed{scratch.take(most * widest), layer.crossed ? scratch.take(most) : nullptr};
-  float *gated = scratch.take(most * inner), *result = scratch.take(most * wide);
+  Scratch scratch(most * (widest + inner + wide + 3 * attended + hidden + 4), 11);
+  const auto take_packed = [&](const Projection& by, long width) {
+    const bool crossed = by.rows > by.in;
+    return Packed{scratch.take(most * width), crossed ? scratch.take(most) : nullptr, crossed ? scratch.take(most) : nullptr};
+  };
+  const Packed packed = take_packed(layer.qkv, widest), gated = take_packed(layer.down, inner);
+  float* result = scratch.take(most * wide);
   float *queries = scratch.take(most * attended), *mixed = scratch.take(most * attended);
   // Where most tokens are wanted, queries of all are part of one product.
   const long count = wanted == nullptr ? tokens : long(wanted->size());
@@ -359,7 +366,8 @@ ffi::Error run(ffi::ThreadPool pool, Floats x, Floats attention_norm, Floats qkv
   const Norms norms{optional(attention_norm), optional(attention_post_norm), optional(mlp_norm), optional(mlp_post_norm),
                     optional(q_norm),         optional(k_norm),              eps};
   const Shape shape{heads, page_dims[2] / 2, page_dims[3], page_dims[1], scale, soft_cap};
-  const Layer layer{{qkv, qkv_bias}, {out, out_bias}, {gate_up, gate_up_bias}, {down, down_bias}, norms, shape, window, gelu, crossed};
+  const Layer layer{{qkv, qkv_bias, crossed}, {out, out_bias, crossed}, {gate_up, gate_up_bias, crossed}, {down, down_bias, crossed},
+                    norms, shape, window, gelu};
   const Rows rows{slots.typed_data(),      tables.typed_data(),        row_starts.typed_data(), context_lens.typed_data(),
                   tables.dimensions()[1], num_rows.typed_data()[0], page_dims[0] * page_dims[1]};
   std::vector<Wanted> some;

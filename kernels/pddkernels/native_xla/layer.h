@@ -1,6 +1,7 @@
 // What kernels of whole layers and of the head share: memory, norms.
 #pragma once
 
+#include <bit>
 #include <cmath>
 #include <memory>
 #include <new>
@@ -65,18 +66,40 @@ inline float norm_scale(const float* x, long n, float eps) {
   return 1.0f / std::sqrt(sum / float(n) + eps);
 }
 
-// What crossing inputs of packed x [n][kTokens] add of themselves: [kTokens]. Written as fma, else it depends on kTokens whether a product is
-// rounded before it is added.
+// Makes packed x [n][kTokens] ready to cross: each token times the power of two that brings the mean of its squares to between 1 and 4. Sums
+// are written as fma, else it depends on kTokens whether a product is rounded before it is added.
 template <int kTokens>
-inline void sum_crosses(const float* x, long n, float* crosses) {
-  float sums[kTokens] = {};
-  for (long i = 0; i + kCrossing <= n; i += kCrossing, x += kCrossing * kTokens)
+inline void cross(float* x, long n, float* crosses, float* scales) {
+  float squares[kTokens] = {}, sums[kTokens] = {}, powers[kTokens];
+  for (long i = 0; i < n; ++i)
 #pragma GCC unroll 16
-    for (int token = 0; token < kTokens; ++token) sums[token] = std::fma(x[token], x[kTokens + token], sums[token]);
-  std::copy(sums, sums + kTokens, crosses);
+    for (int token = 0; token < kTokens; ++token) squares[token] = std::fma(x[i * kTokens + token], x[i * kTokens + token], squares[token]);
+  for (long i = 0; i + kCrossing <= n; i += kCrossing) {
+    const float* unit = x + i * kTokens;
+#pragma GCC unroll 16
+    for (int token = 0; token < kTokens; ++token) {
+      sums[token] = std::fma(unit[token], unit[kTokens + token], sums[token]);
+      sums[token] = std::fma(-unit[3 * kTokens + token], unit[4 * kTokens + token], sums[token]);
+    }
+  }
+  for (int token = 0; token < kTokens; ++token) {
+    const float mean = squares[token] / float(n);
+    const int exponent = (std::bit_cast<std::int32_t>(mean) >> 23) - 127, power = exponent >> 1;  // mean is in [4^power, 4 * 4^power)
+    powers[token] = std::bit_cast<float>((127 - power) << 23);
+    scales[token] = std::bit_cast<float>((127 + power) << 23);
+    crosses[token] = sums[token] * powers[token] * powers[token];
+  }
+  for (long i = 0; i < n; ++i)
+#pragma GCC unroll 16
+    for (int token = 0; token < kTokens; ++token) x[i * kTokens + token] *= powers[token];
 }
 
-// Packs tokens of x [tokens, n], normed if there are weights for that.
+inline void cross(const Tiles& tiles, long tile, long n, const Packed& x) {
+  const long first = tiles.first(tile);
+  with_tokens(tiles.size(tile), [&](auto tokens) { cross<tokens>(x.values + first * n, n, x.crosses + first, x.scales + first); });
+}
+
+// Packs tokens of x [tokens, n], normed if there are weights for that, ready to cross if there is room for what that needs.
 inline void pack(const Tiles& tiles, long tile, const float* x, long n, const float* weights, float eps, const Packed& out) {
   with_tokens(tiles.size(tile), [&](auto tokens) {
     constexpr int kTokens = tokens;
@@ -101,7 +124,7 @@ inline void pack(const Tiles& tiles, long tile, const float* x, long n, const fl
         const float value = from[token * n + i];
         to[i * kTokens + token] = weights == nullptr ? value : weights[i] * (value * scales[token]);
       }
-    if (out.crosses != nullptr) sum_crosses<kTokens>(to, n, out.crosses + tiles.first(tile));
+    if (out.crosses != nullptr) cross<kTokens>(to, n, out.crosses + tiles.first(tile), out.scales + tiles.first(tile));
   });
 }
 

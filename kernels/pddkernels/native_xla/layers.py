@@ -12,13 +12,13 @@ from pddkernels.ragged_paged_attention.options import AttentionOptions
 
 _LANES: Final = 16
 _PANEL: Final = 2 * _LANES
-_CROSSING: Final = 3  # panels.h
+_CROSSING: Final = 6  # panels.h
 
 
 class LayerWeights(NamedTuple):
-    """Float32. Norms [features]; of the four products weights [panels, in, 32] of :func:`pack` or :func:`pack_gate_up` and biases
-    [panels * 32], of q, k and v after :func:`pair_halves`. What a family lacks is None, or has no elements: biases, ``q_norm``
-    and ``k_norm`` [dim], post norms.
+    """Float32. Norms [features]; of the four products weights [panels, in, 32] of :func:`pack` or :func:`pack_gate_up`, all after
+    :func:`cross` or none, and biases [panels * 32], of q, k and v after :func:`pair_halves`. What a family lacks is None, or has no
+    elements: biases, ``q_norm`` and ``k_norm`` [dim], post norms.
     """
 
     attention_norm: jax.Array
@@ -72,26 +72,17 @@ def pair_halves(weight: np.ndarray, num_heads: int, dim: int, *, normed: bool) -
     return np.concatenate((halves.swapaxes(1, 2).reshape(turned.shape), rest))
 
 
-class Crossed(NamedTuple):
-    """What stands for a norm and the product that it comes before, where inputs of the product cross (``panels.h``). Not yet packed."""
-
-    norm: np.ndarray
-    weight: np.ndarray
-    bias: np.ndarray
-
-
-def cross(norm: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> Crossed:
-    """``norm`` [in], ``weight`` [out, in], ``bias`` [out] or of no elements.
-
-    A power of two, which rounds nothing, goes from the larger to the smaller of norm and weight, so that what is added in the product is of
-    one size: normed values are as large as the norm's weights. The bias takes off what inputs that cross add of the weights alone.
+def cross(weight: np.ndarray) -> np.ndarray:
+    """[out, in] -> [out, 2 + in] for a product whose inputs cross (``panels.h``), before it is packed: what is added for crossing weights,
+    what results are multiplied with, and the weights, each output divided by the latter. That is the power of two that makes them as large
+    as what is added to them, and rounds nothing.
     """
-    sizes = [np.sqrt(np.mean(np.square(values, dtype=np.float64))) for values in (norm, weight)]
-    power = round(np.log2(sizes[0] / sizes[1]) / 2) if all(sizes) else 0
-    norm, weight = np.ldexp(norm, -power), np.ldexp(weight, power)
-    groups = weight[:, : weight.shape[1] // _CROSSING * _CROSSING].reshape(len(weight), -1, _CROSSING)
-    crosses = np.einsum("og,og->o", groups[..., 0], groups[..., 1], dtype=np.float64)
-    return Crossed(norm, weight, ((bias if bias.size else 0) - crosses).astype(np.float32))
+    sizes = np.sqrt(np.mean(np.square(weight, dtype=np.float64), axis=1))
+    powers = np.where(sizes > 0, np.round(np.log2(np.where(sizes > 0, sizes, 1))), 0).astype(np.int32)
+    weight = np.ldexp(weight, -powers[:, None])
+    units = weight[:, : weight.shape[1] // _CROSSING * _CROSSING].reshape(len(weight), -1, _CROSSING).astype(np.float64)
+    added = (units[..., 0] * units[..., 1] - units[..., 3] * units[..., 4]).sum(1)
+    return np.concatenate((-added[:, None], np.ldexp(1.0, powers)[:, None], weight), axis=1, dtype=np.float32)
 
 
 def pack_gate_up(weight: np.ndarray) -> np.ndarray:
@@ -100,9 +91,9 @@ def pack_gate_up(weight: np.ndarray) -> np.ndarray:
     return pack(np.concatenate((_in_lanes(gate), _in_lanes(up)), axis=1).reshape(-1, weight.shape[1]))
 
 
-def pack_down(weight: np.ndarray) -> np.ndarray:
-    """[out, in] -> [panels, in, 32], with as many inputs as gates are padded to."""
-    return pack(np.pad(weight, ((0, 0), (0, -weight.shape[1] % _LANES))))
+def pad_down(weight: np.ndarray) -> np.ndarray:
+    """[out, in], with as many inputs as gates are padded to."""
+    return np.pad(weight, ((0, 0), (0, -weight.shape[1] % _LANES)))
 
 
 def _in_lanes(weight: np.ndarray) -> np.ndarray:
@@ -139,8 +130,7 @@ def layer(
     are taken over.
 
     With ``wanted`` [W] i32 the result is [W, hidden], of these tokens alone: those past all rows' tokens get zeros. So does [T, hidden] for
-    tokens of no row. ``gelu``: in its tanh form, else SiLU. ``crossed``: whether norms, weights and biases of q, k and v and of gate and up
-    are those of :func:`cross`.
+    tokens of no row. ``gelu``: in its tanh form, else SiLU. ``crossed``: whether the four weights went through :func:`cross`.
     """
     shape = x.shape if wanted is None else (wanted.shape[0], x.shape[1])
     call = jax.ffi.ffi_call(
