@@ -44,10 +44,13 @@ def bucket_sizes(config: EngineConfig) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class DecodeGraph:
-    """``inputs`` [2, num_rows] i64: token ids, positions · ``replay`` gives float32 logits [num_rows, vocab]."""
+    """``inputs`` [2, num_rows] i64: token ids, positions · ``batch``: what was recorded reads its tensors, so they live as long as it does ·
+    ``replay`` gives float32 logits [num_rows, vocab].
+    """
 
     num_rows: int
     inputs: torch.Tensor
+    batch: Batch
     decode: FixedDecode
     replay: Replay
 
@@ -132,7 +135,7 @@ class DecodeGraphs:
             assert logits is not None
             return logits
 
-        return DecodeGraph(num_rows, inputs, decode, self._recorder.record(run))
+        return DecodeGraph(num_rows, inputs, batch, decode, self._recorder.record(run))
 
 
 def _is_decode(step: Step) -> bool:
