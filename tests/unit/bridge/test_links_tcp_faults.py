@@ -207,7 +207,7 @@ async def reconnects_after_idling(slower: int) -> tuple[int, float]:
 
 async def test_keep_alive_keeps_an_idle_flow_from_being_dropped() -> None:
     """Unless the machine is too busy for it: then all is slower, until it is not."""
-    for slower in (1, 3, 10):
+    for slower in (1, 3, 10, 40):
         reconnects, late_s = await reconnects_after_idling(slower)
         if late_s < slower * 0.15:
             assert reconnects == 0
