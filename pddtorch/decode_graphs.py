@@ -44,7 +44,7 @@ def bucket_sizes(config: EngineConfig) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class DecodeGraph:
-    """``inputs`` [2, num_rows] i64: token ids, positions · ``batch``: what was recorded reads its tensors, so they live as long as it does ·
+    """``inputs`` [2, num_rows] i64: token ids, positions · ``batch``: what was recorded reads its tensors, so they live as long as it ·
     ``replay`` gives float32 logits [num_rows, vocab].
     """
 
