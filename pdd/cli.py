@@ -32,33 +32,38 @@ def serve(
     question: Annotated[str | None, typer.Option("--ask", help="question to ask once ready; default: a long one that is shipped")] = None,
     quiet: Annotated[bool, typer.Option("--no-ask", help="ask nothing")] = False,
     once: Annotated[bool, typer.Option("--once", help="end after the answer; its last line is a JSON object")] = False,
-    max_tokens: Annotated[int, typer.Option(help="length of that answer")] = 220,
+    max_tokens: Annotated[int, typer.Option(help="length of that answer", min=1)] = 220,
 ) -> None:
     """Launch all processes of CONFIG on this machine, ask one question, keep serving."""
-    from pdd.launch.ask import AskError
     from pdd.launch.fleet import Fleet
     from pdd.launch.fleet_server import FleetServer
     from pdd.launch.local import Deployment, StartError
-    from pdd.launch.serve import ask_and_show, demo_question, end_on_signal, hints, start, summary
+    from pdd.launch.serve import Question, ask_first, demo_question, end_on_signal, hints, start, summary
     from pdd.launch.supervise import Supervisor
     from pdd.models import resolve
+    from pdd.serving.text.model_files import read_text_files
 
     console = Console(highlight=False)
     end_on_signal()
     try:
+        if question == "":
+            raise ValueError("--ask: given '', allowed a question; --no-ask asks nothing")
         launch = load(config)
-        resolve(launch.model, cache_dir())
+        has_template = read_text_files(resolve(launch.model, cache_dir())).chat_template is not None
+        asked = Question(demo_question() if question is None else question, max_tokens, has_template)
         with Deployment(launch, cache_dir()) as deployment:
             ready_s = start(deployment, console)
             if once or not quiet:
-                answer = ask_and_show(deployment, console, question or demo_question(), max_tokens, api_key())
+                answer = ask_first(launch, deployment.http_url, console, asked, api_key())
             if not once:
                 hints(deployment, console)
                 with FleetServer(Fleet(deployment), launch.survival.admin_host, launch.survival.admin_port) as fleet:
                     console.print(f"  pdd workers list --admin {fleet.at}", soft_wrap=True)
                     raise typer.Exit(Supervisor(deployment, lambda line: console.print(line, style="red", soft_wrap=True)).run())
+        if answer is None:
+            raise typer.Exit(1)
         print(summary(answer, ready_s), flush=True)
-    except (ValueError, StartError, AskError) as error:
+    except (ValueError, StartError) as error:
         raise fail(error) from error
     except KeyboardInterrupt:
         console.print("ended")

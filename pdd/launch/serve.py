@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from dataclasses import dataclass
 from importlib import resources
 from types import FrameType
 
@@ -12,7 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from pdd.launch.ask import Access, Answer, Piece, ask
+from pdd.cli_common import fail
+from pdd.config import LaunchConfig
+from pdd.launch.ask import Access, Answer, AskError, Piece, ask
 from pdd.launch.local import Deployment
 from pdd.launch.process import ChildEvent
 
@@ -75,25 +78,45 @@ def demo_question() -> str:
     return (resources.files("pdd.launch") / "demo_prompt.txt").read_text(encoding="utf-8").strip()
 
 
-def ask_and_show(deployment: Deployment, console: Console, question: str, max_tokens: int, key: str | None = None) -> Answer:
-    """Ask over the OpenAI door and print the answer as it comes, coloured by who made each token, then one line on what happened."""
+@dataclass(frozen=True)
+class Question:
+    """``chat``: through the model's chat template; else as plain text, which is all that a model without one can be given."""
+
+    text: str
+    max_tokens: int
+    chat: bool
+
+
+def ask_and_show(config: LaunchConfig, url: str, console: Console, question: Question, key: str | None = None) -> Answer:
+    """Ask the OpenAI door at ``url`` and print the answer as it comes, coloured by who made each token, then one line on what happened.
+    Raises AskError when there is no answer.
+    """
     console.print(Text.assemble("\nanswer (", ("relay", _COLOURS["relay"]), ", ", ("main", _COLOURS["main"]), "):"))
 
     def show(piece: Piece) -> None:
         console.print(Text(piece.text, style=_COLOURS.get(piece.origin, "")), end="", soft_wrap=True)
 
     body: dict[str, object] = {
-        "model": deployment.config.model,
-        "messages": [{"role": "user", "content": question}],
-        "max_tokens": max_tokens,
+        "model": config.model,
+        "max_tokens": question.max_tokens,
         "temperature": 0,
         "frequency_penalty": 0.3,  # so small a model repeats itself otherwise
     }
-    access = Access(deployment.config.security.ca, key)
-    answer = ask(f"{deployment.http_url}/v1/chat/completions", body, show, access=access)
+    asked: dict[str, object] = {"messages": [{"role": "user", "content": question.text}]} if question.chat else {"prompt": question.text}
+    path = "chat/completions" if question.chat else "completions"
+    answer = ask(f"{url}/v1/{path}", body | asked, show, access=Access(config.security.ca, key))
     console.print()
     console.print(timeline_line(answer), style="dim", soft_wrap=True)
     return answer
+
+
+def ask_first(config: LaunchConfig, url: str, console: Console, question: Question, key: str | None = None) -> Answer | None:
+    """As ``ask_and_show``, for a service that goes on without an answer: None then, and one line on stderr."""
+    try:
+        return ask_and_show(config, url, console, question, key)
+    except AskError as error:
+        fail(f"the question was not answered: {error}")
+        return None
 
 
 def timeline_line(answer: Answer) -> str:
