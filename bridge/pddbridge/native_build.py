@@ -24,6 +24,18 @@ _COMPILERS: Final = ("g++", "c++", "clang++")
 _PROCESSOR_LIMIT_S: Final = 600
 _TIMEOUT_S: Final = 3600
 _FLAGS: Final = ("-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
+# A compiler and its own children are one process group, which a watcher in it kills once nobody holds the other end of its standard input:
+# a pipe that only we hold, so that is when we have ended, by whatever signal, or have given up waiting.
+_BESIDE: Final = """
+ulimit -t "$1" || exit
+shift
+exec 3<&0 </dev/null
+(read -r _ <&3; kill -KILL 0) >/dev/null 2>&1 &
+"$@" 3<&-
+status=$?
+kill $!
+exit $status
+"""
 # Compilers take 256 bits by default even where 512 are as fast per instruction.
 _X86_FLAGS: Final = ("-mprefer-vector-width=512",)
 
@@ -101,12 +113,17 @@ def _build(compiler: str, flags: tuple[str, ...], sources: Path, headers: Path, 
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    limited = ["sh", "-c", f'ulimit -t {_PROCESSOR_LIMIT_S} && exec "$@"', "sh", *command]
+    """Raises NativeUnavailableError. However this process ends, the compiler ends with it: see ``_BESIDE``."""
+    limited = ["sh", "-c", _BESIDE, "sh", str(_PROCESSOR_LIMIT_S), *command]
+    ours, lifeline = os.pipe()
     try:
-        return subprocess.run(limited, capture_output=True, text=True, check=True, timeout=_TIMEOUT_S, stdin=subprocess.DEVNULL)
+        return subprocess.run(limited, capture_output=True, text=True, check=True, timeout=_TIMEOUT_S, stdin=ours, process_group=0)
     except (OSError, subprocess.SubprocessError) as error:
         details = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
         raise NativeUnavailableError(NOT_COMPILED, f"{command[0]} could not build native kernels: {details}") from error
+    finally:
+        os.close(lifeline)
+        os.close(ours)
 
 
 def _load(library: Path) -> ctypes.CDLL:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
@@ -76,6 +79,39 @@ def test_a_compiler_has_processor_time_whatever_time_that_takes(monkeypatch: pyt
     with pytest.raises(NativeUnavailableError) as caught:
         native_build._run([sys.executable, "-c", "while True: pass"])
     assert caught.value.reason == NOT_COMPILED
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_compiler_and_its_children_end_with_who_started_it(tmp_path: Path, signal_number: signal.Signals) -> None:
+    slow = tmp_path / "slow-compiler"
+    slow.write_text("#!/bin/sh\nsleep 60 & echo $$ $! > pids.part && mv pids.part pids; wait\n")
+    slow.chmod(0o755)
+    code = f"from pddbridge import native_build; native_build._run([{str(slow)!r}])"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path) as worker:
+        try:
+            until((tmp_path / "pids").exists)
+            pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+            assert all(map(runs, pids))
+            worker.send_signal(signal_number)
+            worker.wait(30)
+            until(lambda: not any(map(runs, pids)))
+        finally:
+            worker.kill()
+
+
+def runs(pid: int) -> bool:
+    """Not so one that has ended and that nobody has asked for its status."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline_s
+        Event().wait(0.02)
 
 
 def test_other_sources_headers_or_flags_are_another_library(tmp_path: Path) -> None:
