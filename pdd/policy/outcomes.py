@@ -12,9 +12,9 @@ TransferEnd = Literal["none", "cut", "background", "stopped"]
 @dataclass(frozen=True)
 class DecisionRecord:
     """``*_s`` are seconds; None: not predicted, or did not happen. ``outcome``: "stop", "length", "cancelled" or an error code.
-    ``kv_s``: from the start of prefill until main had its KV · ``ended_on``: who proposed the last token · ``transfer``: what became of
-    main's transfer · ``redecision``: why the pipeline was changed after all, empty if it was not · ``handoff_predicted_gap_s``: of a
-    one-shot handoff · ``handoff_gap_s``: the largest that the reader had during the handoff.
+    ``budget_s``: None where there is no bound, too · ``kv_s``: from the start of prefill until main had its KV · ``ended_on``: who proposed
+    the last token · ``transfer``: what became of main's transfer · ``redecision``: why the pipeline was changed after all, empty if it was
+    not · ``handoff_predicted_gap_s``: of a one-shot handoff · ``handoff_gap_s``: the largest that the reader had during the handoff.
     """
 
     request_id: str

@@ -72,9 +72,9 @@ class PipelineSnapshot:
 @dataclass(frozen=True)
 class PipelineDecision:
     """Predictions count from when prefill starts. ``predicted_kv_s``: until main has its KV; None when the link is unmeasured ·
-    ``predicted_wait_s``: the part of that which is beyond prefill, that a relay would hide · ``budget_s``: what that may be ·
-    ``predicted_relay_end_s``: until a relay's last token · ``predicted_output_tokens``: of the answer, at most · ``late_s``: that
-    was added for how late KV came lately.
+    ``predicted_wait_s``: the part of that which is beyond prefill, that a relay would hide · ``budget_s``: what that may be;
+    None where there is no bound, as the relay is full · ``predicted_relay_end_s``: until a relay's last token ·
+    ``predicted_output_tokens``: of the answer, at most · ``late_s``: that was added for how late KV came lately.
     """
 
     pipeline: Pipeline
@@ -145,13 +145,15 @@ def _from_start_s(snapshot: PipelineSnapshot, wait_s: float | None) -> float | N
     return predict_prefill_s(snapshot) + wait_s
 
 
-def budget_s(snapshot: PipelineSnapshot, policy: PolicyConfig) -> tuple[float, float]:
-    """What main's KV may take beyond prefill, on an idle relay and on this one: the relay's rows are dearer the fewer are left."""
+def budget_s(snapshot: PipelineSnapshot, policy: PolicyConfig) -> tuple[float, float | None]:
+    """What main's KV may take beyond prefill, on an idle relay and on this one: the relay's rows are dearer the fewer are left. None: it
+    has none left, and no wait is worth one.
+    """
     idle_s = policy.direct_budget_s
     if policy.ttft_target_s is not None:
         idle_s = max(idle_s, policy.ttft_target_s - predict_prefill_s(snapshot))
     load = relay_load(snapshot)
-    return idle_s, idle_s * (1.0 + policy.relay_load_weight * load / (1.0 - load)) if load < 1.0 else float("inf")
+    return idle_s, idle_s * (1.0 + policy.relay_load_weight * load / (1.0 - load)) if load < 1.0 else None
 
 
 def relay_load(snapshot: PipelineSnapshot) -> float:
@@ -195,13 +197,13 @@ def choose_pipeline(snapshot: PipelineSnapshot, forced: Pipeline | None, policy:
         return decide(forced, "forced", f"{forced} was asked for")
     if wait_s is None:
         return decide("relay", "link_unmeasured", "nothing is known of the link yet")
-    if wait_s <= allowed_s and snapshot.relayed_tokens:
+    if (allowed_s is None or wait_s <= allowed_s) and snapshot.relayed_tokens:
         return decide("relay", "relay_first", f"the relay made {snapshot.relayed_tokens} tokens before main answered")
     if wait_s <= idle_budget_s:
         target = idle_budget_s > policy.direct_budget_s
         why = f"predicted wait of {wait_s:.3f} s is within {idle_budget_s:.3f} s"
         return decide("direct", "within_target" if target and wait_s > policy.direct_budget_s else "within_budget", why)
-    if wait_s <= allowed_s:
+    if allowed_s is None or wait_s <= allowed_s:
         return decide("direct", "relay_busy", f"predicted wait of {wait_s:.3f} s is worth no row of a relay at {relay_load(snapshot):.0%}")
     refused = _refuse_local(snapshot, wait_s, policy)
     if refused is None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from pdd.policy.pipeline import (
     Pipeline,
     PipelineDecision,
     PipelineSnapshot,
+    RelayState,
     budget_s,
     choose_pipeline,
     predict_kv_s,
@@ -128,7 +130,15 @@ def test_the_last_rows_of_a_relay_are_kept_for_who_needs_them_most() -> None:
     assert choose(replace(some, relay_running=6)).reason == "relay_busy"
     assert choose(replace(BASE, relay_running=6)).reason == "over_budget"
     assert choose(replace(some, relay_running=6), relay_load_weight=0).reason == "over_budget"
-    assert budget_s(replace(some, relay_running=8), POLICY) == (0.5, float("inf"))
+    assert budget_s(replace(some, relay_running=8), POLICY) == (0.5, None)
+
+
+@pytest.mark.parametrize("relay", ["available", "full"])
+def test_a_decision_has_no_figure_that_json_has_not(relay: RelayState) -> None:
+    for running in (0, 7, 8, 9):
+        for goodput in (None, 1.0, 5e6):
+            snapshot = replace(SINGULAR, relay=relay, relay_running=running, goodput_bytes_s=goodput, relayed_tokens=running % 2)
+            json.dumps(asdict(choose(snapshot)), allow_nan=False)
 
 
 def test_what_came_late_lately_is_predicted_to_come_late_again() -> None:
