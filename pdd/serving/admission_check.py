@@ -191,7 +191,7 @@ def _prompt_ids(prompt: Prompt, wish: Wish, front: Front) -> tuple[int, ...]:
         try:
             ids = front.text.render_chat(messages, prompt.options) if messages else ()
         except ValueError as error:
-            raise PddError(Code.INVALID_ARGUMENT, f"{field}: {error}", field) from error
+            raise PddError(Code.INVALID_ARGUMENT, f"{field}: {str(error).removeprefix(f'{field}: ')}", field) from error
     else:
         ids = prompt.ids
     if not ids:

@@ -243,6 +243,13 @@ async def test_model_may_be_left_out(doors: Doors) -> None:
     assert (await doors.post(COMPLETIONS, {"prompt": "x"})).json()["model"] == "tiny"
 
 
+async def test_a_model_without_a_template_names_the_field_once(doors: Doors, text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text, "_chat_template", None)
+    answer = await doors.post(CHAT, ask(CHAT))
+    assert answer.status_code == 400
+    assert str(answer.json()["error"]["message"]).startswith("messages: this model has no chat template")
+
+
 async def test_context_length_at_its_edges(text: TextModel) -> None:
     async with open_doors(ScriptedCoordinator(text, limits=Limits(max_context_tokens=48))) as doors:
         error = await refused(doors, COMPLETIONS, ask(COMPLETIONS, prompt=[5] * 48))
