@@ -176,8 +176,8 @@ def conform(
     prompt: Annotated[str, typer.Option(help="text, or random ids for a model without a tokenizer (which L4 needs)")] = "text",
     prompt_tokens: Annotated[int, typer.Option(help="of the prompt that is handed over")] = 270,
     threads: Annotated[int, typer.Option(help="of each engine on the host")] = 1,
-    page_a: Annotated[int, typer.Option(help="page size of a's KV, tokens")] = 32,
-    page_b: Annotated[int, typer.Option(help="page size of b's KV, tokens")] = 16,
+    page_a: Annotated[int, typer.Option(help="page size of a's KV, tokens", min=1, max=1024)] = 32,
+    page_b: Annotated[int, typer.Option(help="page size of b's KV, tokens", min=1, max=1024)] = 16,
     json_file: Annotated[Path | None, typer.Option("--json", callback=writable, help="write the report here")] = None,
 ) -> None:
     """Whether two engines on their devices agree, from bytes to whole streams. Exit status 1 when a level fails, 2 for wrong options."""

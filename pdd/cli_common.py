@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 DEFAULT_CONFIG = Path("configs/local.yaml")
+FIGURE_SUFFIXES = (".png", ".svg")
 ConfigArgument = Annotated[Path, typer.Argument(help="launch config (YAML)")]
 
 
@@ -41,6 +42,13 @@ def writable(option: typer.CallbackParam, path: Path | None) -> Path | None:
         except OSError as error:
             raise fail(f"{option.opts[0]}: given {str(path)!r}, which cannot be written: {error.strerror}", 2) from error
     return path
+
+
+def drawable(option: typer.CallbackParam, path: Path | None) -> Path | None:
+    """As ``writable``, for a figure."""
+    if path is not None and path.suffix.lower() not in FIGURE_SUFFIXES:
+        raise fail(f"{option.opts[0]}: given {str(path)!r}, allowed a name that ends in {' or '.join(FIGURE_SUFFIXES)}", 2)
+    return writable(option, path)
 
 
 def wide_console() -> Console:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from pdd.bench.mix import SkewedMix
 from pdd.bench.serve.cli import serve
-from pdd.cli_common import DEFAULT_CONFIG, ConfigArgument, cache_dir, fail, wide_console, writable
+from pdd.cli_common import DEFAULT_CONFIG, ConfigArgument, cache_dir, drawable, fail, wide_console, writable
 from pdd.config import load
 
 bench = typer.Typer(no_args_is_help=True, help="Measurements.")
@@ -31,7 +31,7 @@ def ttft(
     rounds: Annotated[int, typer.Option(help="of a mix: times that each mode gets it")] = 1,
     seed: Annotated[int, typer.Option(help="of the prompts")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", callback=writable, help="write the figures here")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", callback=writable, help="draw the figures here (PNG or SVG)")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", callback=drawable, help="draw the figures here (PNG or SVG)")] = None,
 ) -> None:
     """Same-site split, cross-site split and PDD in one run on one prompt set: TTFT, gaps, end to end, KV moved."""
     from pdd.bench import ttft, ttft_mix
@@ -70,7 +70,7 @@ def handoff(
     background_tokens: Annotated[int, typer.Option(help="mean size of the other transfers on the link; 0: none")] = 300,
     seed: Annotated[int, typer.Option(help="of tokens and background")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", callback=writable, help="write the rows here")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", callback=writable, help="draw them here (PNG or SVG)")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", callback=drawable, help="draw them here (PNG or SVG)")] = None,
 ) -> None:
     """Relayed tokens handed to main decode as IDs against as KV: payload, time, spread, and what neighbours feel."""
     from pdd.bench.handoff import Plan, run, save_plot, show
@@ -146,7 +146,7 @@ def hits(
     threads: Annotated[int, typer.Option(help="compute threads")] = 2,
     seed: Annotated[int, typer.Option(help="of lengths and tokens")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", callback=writable, help="write the rows here")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", callback=writable, help="draw them here (PNG or SVG)")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", callback=drawable, help="draw them here (PNG or SVG)")] = None,
 ) -> None:
     """Prefill throughput over prefix-hit rates from 0 to 95 %. Exit status 1 when a point dips below the line between its neighbours."""
     from pdd.bench.engine_subject import ChildError

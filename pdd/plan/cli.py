@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from pdd.cli_common import fail, wide_console, writable
+from pdd.cli_common import drawable, fail, wide_console, writable
 
 
 def plan(
@@ -25,7 +25,7 @@ def plan(
     flow_gbit_s: Annotated[float, typer.Option(help="that one transfer gets at most; default: one TCP flow at 30 ms and 1e-5 loss")] = 0.9,
     seed: Annotated[int, typer.Option(help="of the simulated traffic")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", callback=writable, help="write everything here")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", callback=writable, help="cost and revenue (PNG or SVG)")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", callback=drawable, help="cost and revenue (PNG or SVG)")] = None,
 ) -> None:
     """How many of which chips for prefill, relay and main decode, and how wide a line: the cheapest plans that keep the objectives."""
     from pdd.plan import catalogue

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from pdd.cli_common import fail, wide_console, writable
+from pdd.cli_common import drawable, fail, wide_console, writable
 
 
 def sim(
@@ -28,7 +28,7 @@ def sim(
     against: Annotated[Path | None, typer.Option(help="JSON of pdd bench ttft --mix: how far off is each figure")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", callback=writable, help="write the report here")] = None,
     plot_file: Annotated[
-        Path | None, typer.Option("--plot", callback=writable, help="relay load and hit rates over time (PNG or SVG)")
+        Path | None, typer.Option("--plot", callback=drawable, help="relay load and hit rates over time (PNG or SVG)")
     ] = None,
 ) -> None:
     """Simulate a deployment with the live system's policies. Equal arguments give equal bytes of report."""
