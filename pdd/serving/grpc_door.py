@@ -20,6 +20,7 @@ from pdd.serving.admission_check import NO_OVERRIDE, ChatPrompt, IdsPrompt, Prom
 from pdd.serving.choice_log import ChoiceLog, usage
 from pdd.serving.front import Front
 from pdd.serving.grpc_keys import RequireKey, tenant_of
+from pdd.serving.grpc_malformed import RefuseMalformed
 from pdd.serving.public_errors import public_message, retry_after_s
 from pdd.serving.request import Delta, GenerationRequest, HandoffName, Origin, Override, PipelineName
 from pdd.serving.sampling_check import SamplingWish, refuse
@@ -114,7 +115,8 @@ def make_door_server(
     calls need a key, but those of the health service where it is public.
     """
     public = (health.SERVICE_NAME,) if public_health else ()
-    interceptors = () if accounts is None else (RequireKey(accounts, public),)
+    interceptors: list[grpc.aio.ServerInterceptor] = [] if accounts is None else [RequireKey(accounts, public)]
+    interceptors.append(RefuseMalformed(SERVICE))
     return make_server(max_message_bytes=max_message_bytes, interceptors=interceptors, limits=limits)
 
 

@@ -46,6 +46,19 @@ async def refused(doors: Doors, request: Ask) -> grpc.aio.AioRpcError:
     return caught.value
 
 
+@pytest.mark.parametrize("method", ["Generate", "ListModels"])
+async def test_bytes_that_are_no_message_are_the_clients_mistake(doors: Doors, method: str, caplog: pytest.LogCaptureFixture) -> None:
+    path, garbage = f"/pdd.v1.Inference/{method}", b"\xff\xff\xff"
+    answer = doors.channel.unary_stream(path)(garbage).read() if method == "Generate" else doors.channel.unary_unary(path)(garbage)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await answer
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    (line,) = [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+    assert method in line.getMessage()
+    assert line.exc_info is None
+    assert await answers(doors, Ask(text="x", max_tokens=1))
+
+
 async def test_text_in_text_out(doors: Doors) -> None:
     said = await answers(doors, Ask(model="tiny", text="the end", max_tokens=5, seed=3))
     (request,) = doors.coordinator.requests
