@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import ValidationError
 from rich.console import Console
+
+from pdd.user_yaml import mistakes
 
 DEFAULT_CONFIG = Path("configs/local.yaml")
 FIGURE_SUFFIXES = (".png", ".svg")
@@ -26,6 +30,8 @@ def api_key() -> str | None:
 
 def fail(message: object, status: int = 1) -> typer.Exit:
     """To be raised: one line on stderr, then this exit status."""
+    if isinstance(message, ValidationError):
+        message = "; ".join(mistakes(message))
     Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print(f"pdd: {message}")
     return typer.Exit(status)
 
@@ -49,6 +55,13 @@ def drawable(option: typer.CallbackParam, path: Path | None) -> Path | None:
     if path is not None and path.suffix.lower() not in FIGURE_SUFFIXES:
         raise fail(f"{option.opts[0]}: given {str(path)!r}, allowed a name that ends in {' or '.join(FIGURE_SUFFIXES)}", 2)
     return writable(option, path)
+
+
+def above_zero(option: typer.CallbackParam, value: float | None) -> float | None:
+    """Refuse what is no finite number above 0."""
+    if value is not None and not 0 < value < math.inf:
+        raise fail(f"{option.opts[0]}: given {value:g}, allowed above 0", 2)
+    return value
 
 
 def wide_console() -> Console:

@@ -8,8 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-import yaml
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from pdd.faults import Fault, RandomFaults
 from pdd.flow_config import FlowConfig
@@ -19,6 +18,7 @@ from pdd.roles import Role
 from pdd.security_config import SecurityConfig
 from pdd.strict_model import StrictModel
 from pdd.survival_config import SurvivalConfig
+from pdd.user_yaml import mistakes, read_yaml
 
 # How KV moves between two workers of one site. "auto": NIXL if both have it, else shared memory if they are on
 # one host, else TCP.
@@ -29,6 +29,14 @@ Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
 def _as_written(value: object) -> object:
     """YAML 1.1 reads a bare ``on`` or ``off`` as a truth value."""
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+def _core_numbers(value: object) -> object:
+    """In one line whatever is wrong, for people who write YAML."""
+    given = list(value) if isinstance(value, list | tuple) else []
+    if value is None or (given and all(type(one) is int and one >= 0 for one in given) and len(set(given)) == len(given)):
+        return value
+    raise ValueError(f"given {value!r}, allowed a list of different cores' numbers from 0, as in [0, 1]")
 
 
 Wish = Annotated[Literal["auto", "on", "off"], BeforeValidator(_as_written)]
@@ -97,7 +105,7 @@ class WorkerConfig(StrictModel):
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     idle_threads: Literal["sleep", "spin"] = "sleep"
     nice: Annotated[int, Field(ge=0, le=19)] = 0
-    cpus: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None = None
+    cpus: Annotated[tuple[int, ...] | None, BeforeValidator(_core_numbers)] = None
     num_devices: Annotated[int, Field(ge=1, le=256)] = 1
     run_ahead: Wish = "auto"
     sample_on_device: Wish = "auto"
@@ -207,22 +215,10 @@ class LaunchConfig(StrictModel):
 
 def load(path: Path) -> LaunchConfig:
     """Read and validate a launch config."""
-    try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"config {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"config {path}: not YAML: {' '.join(str(error).split())}") from error
+    raw = read_yaml("config", path)
     if not isinstance(raw, dict):
         raise ValueError(f"config {path}: a mapping is expected, given {type(raw).__name__}")
     try:
         return LaunchConfig.model_validate(raw)
     except ValidationError as error:
-        lines = [f"config {path}: {_line(e['loc'], e['msg'], e.get('input'))}" for e in error.errors()]
-        raise ValueError("\n".join(lines)) from error
-
-
-def _line(loc: tuple[int | str, ...], message: str, given: object) -> str:
-    where = ".".join(str(part) for part in loc) or "top level"
-    shown = "" if isinstance(given, dict | list | BaseModel) else f" (given {given!r})"
-    return f"{where}: {message.removeprefix('Value error, ')}{shown}"
+        raise ValueError("\n".join(f"config {path}: {line}" for line in mistakes(error))) from error

@@ -14,7 +14,6 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated
 
-import yaml
 from pydantic import Field, TypeAdapter, ValidationError
 from rich.console import Console
 
@@ -33,6 +32,7 @@ from pdd.sim.run import simulate
 from pdd.sim.spec import SystemSpec, at_rate, modes
 from pdd.sim.workload import Skewed
 from pdd.strict_model import StrictModel
+from pdd.user_yaml import mistakes, read_yaml
 
 _REPETITIONS = 9
 _MEASURED: TypeAdapter[Measured] = TypeAdapter(Measured)
@@ -83,12 +83,9 @@ class Compared:
 def load_scenarios(path: Path) -> tuple[Scenario, ...]:
     """Raises ValueError, one line per mistake."""
     try:
-        return Scenarios.model_validate(yaml.safe_load(path.read_text(encoding="utf-8"))).scenarios
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"scenarios {path}: {' '.join(str(error).split())}") from error
+        return Scenarios.model_validate(read_yaml("scenarios", path)).scenarios
     except ValidationError as error:
-        lines = [f"scenarios {path}: {'.'.join(str(part) for part in e['loc'])}: {e['msg']}" for e in error.errors()]
-        raise ValueError("\n".join(lines)) from error
+        raise ValueError("\n".join(f"scenarios {path}: {line}" for line in mistakes(error))) from error
 
 
 def measure(config: LaunchConfig, scenario: Scenario, cache_dir: Path, console: Console) -> Live:

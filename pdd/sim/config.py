@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from pdd.plan.catalogue import chip, model
@@ -15,6 +14,7 @@ from pdd.roles import Role
 from pdd.sim.costs import REQUIRED_COSTS, EngineCost
 from pdd.sim.spec import HostSpec, Jitter, LinkSpec, Overheads, RoleSpec, Rule, SystemSpec
 from pdd.strict_model import StrictModel
+from pdd.user_yaml import mistakes, read_yaml
 
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -162,10 +162,6 @@ class SimConfig(StrictModel):
 def load_sim_config(path: Path) -> SimConfig:
     """Raises ValueError, one line per mistake."""
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return SimConfig.model_validate(raw)
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"config {path}: {' '.join(str(error).split())}") from error
+        return SimConfig.model_validate(read_yaml("config", path))
     except ValidationError as error:
-        lines = [f"config {path}: {'.'.join(str(part) for part in e['loc']) or 'top level'}: {e['msg']}" for e in error.errors()]
-        raise ValueError("\n".join(lines)) from error
+        raise ValueError("\n".join(f"config {path}: {line}" for line in mistakes(error))) from error

@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 
 import numpy as np
 import simpy
-import yaml
 from pydantic import Field, TypeAdapter, ValidationError
 
 from pdd.bench.mix import SkewedMix, skewed
@@ -16,6 +15,7 @@ from pdd.sim.cache import Prompt
 from pdd.sim.request import Outcome, Request
 from pdd.sim.system import System
 from pdd.strict_model import StrictModel
+from pdd.user_yaml import mistakes, read_yaml
 
 Steps = Generator[simpy.Event, object, None]
 Positive = Annotated[float, Field(gt=0)]
@@ -103,12 +103,9 @@ _WORKLOAD: TypeAdapter[Workload] = TypeAdapter(Annotated[Workload, Field(discrim
 def load_workload(path: Path) -> Workload:
     """From YAML. Raises ValueError, one line per mistake."""
     try:
-        return _WORKLOAD.validate_python(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"workload {path}: {' '.join(str(error).split())}") from error
+        return _WORKLOAD.validate_python(read_yaml("workload", path))
     except ValidationError as error:
-        lines = [f"workload {path}: {'.'.join(str(part) for part in e['loc'])}: {e['msg']}" for e in error.errors()]
-        raise ValueError("\n".join(lines)) from error
+        raise ValueError("\n".join(f"workload {path}: {line}" for line in mistakes(error))) from error
 
 
 def drive(system: System, workload: Workload, seed: int, ended: Callable[[Outcome], None]) -> simpy.Process:

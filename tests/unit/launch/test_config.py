@@ -54,6 +54,11 @@ MISTAKES = {
     "no main": (set_in("workers", 2, "role", "relay"), "'main'"),
     "second tier without a first": (set_second_tier_alone, "host_cache_mib"),
     "graphs on a CPU": (set_in("workers", 2, "decode_graphs", "on"), "decode_graphs: given 'on' for torch on device 'cpu'"),
+    "a core that is true": (set_in("workers", 0, "cpus", [True]), "workers.0.cpus: given [True], allowed a list"),
+    "a core twice": (set_in("workers", 0, "cpus", [0, 0]), "workers.0.cpus: given [0, 0]"),
+    "a core below 0": (set_in("workers", 0, "cpus", [-1]), "workers.0.cpus: given [-1]"),
+    "no cores": (set_in("workers", 0, "cpus", []), "workers.0.cpus: given []"),
+    "cores as text": (set_in("workers", 0, "cpus", "0-1"), "workers.0.cpus: given '0-1', allowed a list"),
     "threads absurd": (set_in("workers", 0, "threads", 100_000), "workers.0.threads"),
 }
 
@@ -94,6 +99,23 @@ def test_files_that_are_no_config(text: str, tmp_path: Path):
     file.write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=r"launch\.yaml"):
         load(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model: a\nsites: [a]\nmodel: b\n", "key 'model' is given twice"),
+        ("serving: {site: a, site: b}", "key 'site' is given twice"),
+        ("model: " + "[" * 3000, "nested too deep"),
+    ],
+    ids=["a key twice", "a key twice within", "deep"],
+)
+def test_what_yaml_itself_would_take_or_break_on(text: str, said: str, tmp_path: Path):
+    file = tmp_path / "launch.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=said) as refused:
+        load(file)
+    assert len(str(refused.value).splitlines()) == 1
 
 
 def test_a_missing_file_is_one_line(tmp_path: Path):
