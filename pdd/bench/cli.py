@@ -10,7 +10,7 @@ from rich.console import Console
 
 from pdd.bench.mix import SkewedMix
 from pdd.bench.serve.cli import serve
-from pdd.cli_common import DEFAULT_CONFIG, ConfigArgument, cache_dir, drawable, fail, wide_console, writable
+from pdd.cli_common import DEFAULT_CONFIG, ConfigArgument, above_zero, cache_dir, drawable, fail, wide_console, writable
 from pdd.config import load
 
 bench = typer.Typer(no_args_is_help=True, help="Measurements.")
@@ -20,15 +20,19 @@ bench.command()(serve)
 @bench.command()
 def ttft(
     config: ConfigArgument = DEFAULT_CONFIG,
-    num_requests: Annotated[int | None, typer.Option("--num-prompts", help="requests per mode [default: 10, of a mix 60]")] = None,
-    input_len: Annotated[int, typer.Option("--random-input-len", help="prompt tokens")] = 1000,
-    output_len: Annotated[int, typer.Option("--random-output-len", help="output tokens")] = 128,
-    rate_mbit_s: Annotated[float | None, typer.Option("--link-rate-mbit-s", help="of the emulated link; default: the config's")] = None,
+    num_requests: Annotated[int | None, typer.Option("--num-prompts", min=1, help="requests per mode [default: 10, of a mix 60]")] = None,
+    input_len: Annotated[int, typer.Option("--random-input-len", min=1, help="prompt tokens")] = 1000,
+    output_len: Annotated[int, typer.Option("--random-output-len", min=2, help="output tokens")] = 128,
+    rate_mbit_s: Annotated[
+        float | None, typer.Option("--link-rate-mbit-s", callback=above_zero, help="of the emulated link; default: the config's")
+    ] = None,
     mix: Annotated[
         Literal["one_by_one", "skewed"], typer.Option(help="skewed: primed caches, many at a time, few of them large")
     ] = "one_by_one",
-    request_rate: Annotated[float, typer.Option("--request-rate", help="of a mix: arrivals per second")] = SkewedMix.rate_per_s,
-    rounds: Annotated[int, typer.Option(help="of a mix: times that each mode gets it")] = 1,
+    request_rate: Annotated[
+        float, typer.Option("--request-rate", callback=above_zero, help="of a mix: arrivals per second")
+    ] = SkewedMix.rate_per_s,
+    rounds: Annotated[int, typer.Option(min=1, help="of a mix: times that each mode gets it")] = 1,
     seed: Annotated[int, typer.Option(help="of the prompts")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", callback=writable, help="write the figures here")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", callback=drawable, help="draw the figures here (PNG or SVG)")] = None,
@@ -46,13 +50,14 @@ def ttft(
         launch = load(config) if rate_mbit_s is None else ttft.with_link_rate(load(config), rate_mbit_s)
         resolve(launch.model, cache_dir())
         if mix == "skewed":
-            params = SkewedMix(num_requests or SkewedMix.num_requests, request_rate)
+            params = SkewedMix(SkewedMix.num_requests if num_requests is None else num_requests, request_rate)
             outcomes = ttft_mix.run(launch, cache_dir(), ttft_mix.Plan(params, rounds, seed), console, json_file)
             ttft_mix.show(outcomes, console)
             if plot_file is not None:
                 ttft.save_plot(outcomes, plot_file)
         else:
-            results = ttft.run(launch, cache_dir(), ttft.Plan(num_requests or 10, input_len, output_len, seed), console, json_file)
+            plan = ttft.Plan(10 if num_requests is None else num_requests, input_len, output_len, seed)
+            results = ttft.run(launch, cache_dir(), plan, console, json_file)
             ttft.show(results, console)
             if plot_file is not None:
                 ttft.save_plot(results, plot_file)
@@ -64,10 +69,10 @@ def ttft(
 def handoff(
     config: ConfigArgument = DEFAULT_CONFIG,
     rounds: Annotated[int, typer.Option(help="handoffs per length and route")] = 15,
-    rate_mbit_s: Annotated[float, typer.Option(help="of the emulated link")] = 100.0,
+    rate_mbit_s: Annotated[float, typer.Option(callback=above_zero, help="of the emulated link")] = 100.0,
     rtt_ms: Annotated[float, typer.Option(help="of the emulated link")] = 20.0,
     jitter_ms: Annotated[float, typer.Option(help="of the emulated link")] = 5.0,
-    background_tokens: Annotated[int, typer.Option(help="mean size of the other transfers on the link; 0: none")] = 300,
+    background_tokens: Annotated[int, typer.Option(min=0, help="mean size of the other transfers on the link; 0: none")] = 300,
     seed: Annotated[int, typer.Option(help="of tokens and background")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", callback=writable, help="write the rows here")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", callback=drawable, help="draw them here (PNG or SVG)")] = None,
@@ -83,10 +88,10 @@ def handoff(
     console = Console(highlight=False)
     end_on_signal()
     try:
-        launch = load(config)
-        resolve(launch.model, cache_dir())
         link = EmulatedLink(rate_mbit_s=rate_mbit_s, rtt_ms=rtt_ms, jitter_ms=jitter_ms)
         plan = Plan(link, rounds=rounds, background_tokens=background_tokens, seed=seed)
+        launch = load(config)
+        resolve(launch.model, cache_dir())
         rows = run(launch, cache_dir(), plan, console, json_file)
         show(rows, plan, console)
         if plot_file is not None:
@@ -101,7 +106,7 @@ def engine(
     subjects: Annotated[str, typer.Option("--engines", help="engine:dtype, separated by commas")] = "jax:float32,torch:bfloat16",
     streams: Annotated[str, typer.Option(help="rows of the decode cases, separated by commas")] = "1,4,8,16",
     context: Annotated[int, typer.Option(help="tokens that a decode case's rows have")] = 200,
-    long_context: Annotated[int, typer.Option(help="tokens of one more case of one row; 0: none")] = 2000,
+    long_context: Annotated[int, typer.Option(min=0, help="tokens of one more case of one row; 0: none")] = 2000,
     prompts: Annotated[str, typer.Option(help="lengths of the prefill cases, separated by commas")] = "256,1024,2048",
     steps: Annotated[int, typer.Option(help="decode steps per case and round")] = 32,
     rounds: Annotated[int, typer.Option(help="rounds; figures are medians")] = 5,
@@ -181,9 +186,9 @@ def hits(
 @bench.command()
 def steady(
     config: ConfigArgument = DEFAULT_CONFIG,
-    minutes: Annotated[float, typer.Option(help="of traffic")] = 10.0,
+    minutes: Annotated[float, typer.Option(callback=above_zero, help="of traffic")] = 10.0,
     clients: Annotated[int, typer.Option(help="that each ask one thing after another")] = 3,
-    pause_s: Annotated[float, typer.Option(help="mean pause of a client between requests")] = 0.5,
+    pause_s: Annotated[float, typer.Option(callback=above_zero, help="mean pause of a client between requests")] = 0.5,
     seed: Annotated[int, typer.Option(help="of the traffic")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", callback=writable, help="write the report here")] = None,
 ) -> None:

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from pdd.bench.engine_costs import WEIGHT_BYTES, decode_bytes, prefill_flops
 from pdd.bench.engine_subject import Case, Child, Limits
+from pdd.bench.plans import check_least
 from pddbridge.checkpoint import open_checkpoint
 from pddbridge.kv_spec import KVSpec
 from pddbridge.model_spec import ModelSpec
@@ -49,9 +50,12 @@ class Plan:
             if engine not in _ENGINES or dtype not in WEIGHT_BYTES:
                 allowed = f"one of {', '.join(_ENGINES)}, a colon, and one of {', '.join(WEIGHT_BYTES)}"
                 raise ValueError(f"subjects: given {engine}:{dtype}, allowed {allowed}")
-        counts = (*self.streams, self.context, *self.prompts, self.decode_steps, self.rounds, self.threads, self.step_tokens)
-        if not self.subjects or min(counts) < 1:
-            raise ValueError(f"bench engine: needs at least one engine and counts of at least 1, given {self}")
+        if not self.subjects:
+            raise ValueError("subjects: given none, allowed at least one")
+        for name, counts in (("streams", self.streams), ("prompts", self.prompts)):
+            if min(counts, default=0) < 1:
+                raise ValueError(f"{name}: given {list(counts)}, allowed 1 or more each")
+        check_least(self, {"context": 1, "decode_steps": 1, "rounds": 1, "threads": 1, "step_tokens": 1})
 
     @property
     def baselines(self) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pdd.bench.handoff_rig import BASE_TOKENS, Handoff, Rig, Route
+from pdd.bench.plans import check_least
 from pdd.config import EmulatedLink, LaunchConfig, LinkConfig
 from pdd.launch.local import Deployment
 from pdd.launch.serve import StartProgress
@@ -50,10 +51,9 @@ class Plan:
     limit_s: float = 140.0
 
     def __post_init__(self) -> None:
-        least = min(self.tokens, default=0)
-        if least < 1 or self.rounds < _LEAST_ROUNDS or self.neighbour_rounds < 1 or self.num_neighbours < 1:
-            needs = f"lengths of at least 1, {_LEAST_ROUNDS} rounds, 1 neighbour and 1 round beside it"
-            raise ValueError(f"bench handoff: needs {needs}, given {self}")
+        if min(self.tokens, default=0) < 1:
+            raise ValueError(f"tokens: given {list(self.tokens)}, allowed lengths of 1 or more")
+        check_least(self, {"rounds": _LEAST_ROUNDS, "neighbour_rounds": 1, "num_neighbours": 1, "background_tokens": 0})
 
 
 @dataclass(frozen=True)

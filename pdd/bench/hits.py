@@ -19,6 +19,7 @@ from rich.table import Table
 
 from pdd.bench.engine_costs import WEIGHT_BYTES
 from pdd.bench.engine_subject import Child, ChildError
+from pdd.bench.plans import check_least
 
 _ENGINES = ("jax", "torch")
 _COLOURS = {"jax": "#2e86ab", "torch": "#d1495b"}
@@ -47,8 +48,9 @@ class Plan:
             if engine not in _ENGINES or dtype not in WEIGHT_BYTES:
                 allowed = f"one of {', '.join(_ENGINES)}, a colon, and one of {', '.join(WEIGHT_BYTES)}"
                 raise ValueError(f"engines: given {engine}:{dtype}, allowed {allowed}")
-        if not self.subjects or min(self.prompts, self.step_tokens, self.rounds, self.threads) < 1:
-            raise ValueError(f"bench hits: needs at least one engine and counts of at least 1, given {self}")
+        if not self.subjects:
+            raise ValueError("engines: given none, allowed at least one")
+        check_least(self, {"prompts": 1, "step_tokens": 1, "rounds": 1, "threads": 1})
         if not self.rates or sorted(set(self.rates)) != list(self.rates) or self.rates[0] < 0 or self.rates[-1] > 99:
             raise ValueError(f"rates: given {self.rates}, allowed ascending percentages from 0 to 99")
         if not 2 <= self.shortest <= self.longest:

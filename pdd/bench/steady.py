@@ -17,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from pdd.bench.plans import check_least
 from pdd.bench.steady_traffic import Sizes, Tally, Traffic
 from pdd.bench.steady_watch import LagCounts, Watch, growth, held
 from pdd.config import LaunchConfig
@@ -49,10 +50,10 @@ class Plan:
     max_idle_cpu: float = 0.02
 
     def __post_init__(self) -> None:
-        if self.minutes <= 0 or self.pause_s <= 0 or self.idle_s <= 0:
-            raise ValueError(f"bench steady: minutes, pause and idle time must be positive, given {self}")
-        if min(self.clients, self.words, self.answer_tokens) < 1 or self.prompt_tokens < 12:
-            raise ValueError(f"bench steady: needs a client, a word, an answer token and prompts of at least 12 tokens, given {self}")
+        for name, value in (("minutes", self.minutes), ("pause_s", self.pause_s), ("idle_s", self.idle_s)):
+            if value <= 0:
+                raise ValueError(f"{name}: given {value:g}, allowed above 0")
+        check_least(self, {"clients": 1, "words": 1, "answer_tokens": 1, "prompt_tokens": 12})
 
     @property
     def settle_s(self) -> float:

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pdd.bench.modes import LABELS, MODES, Mode, own_ports, start_modes
+from pdd.bench.plans import check_least
 from pdd.bench.stats import Percentiles, percentiles
 from pdd.config import LaunchConfig
 from pdd.launch.ask import Answer, ask
@@ -28,12 +29,15 @@ from pddbridge.checkpoint import open_checkpoint
 
 @dataclass(frozen=True)
 class Plan:
-    """``num_requests`` per mode, prompts of ``input_len`` random token ids, ``output_len`` tokens each."""
+    """``num_requests`` per mode, prompts of ``input_len`` random token ids, ``output_len`` tokens each. Raises ValueError."""
 
     num_requests: int
     input_len: int
     output_len: int
     seed: int
+
+    def __post_init__(self) -> None:
+        check_least(self, {"num_requests": 1, "input_len": 1, "output_len": 2})
 
 
 @dataclass(frozen=True)
@@ -87,8 +91,6 @@ def with_link_rate(config: LaunchConfig, rate_mbit_s: float) -> LaunchConfig:
 
 
 def _prompts(plan: Plan, vocab_size: int) -> list[list[int]]:
-    if plan.num_requests < 1 or plan.input_len < 1 or plan.output_len < 2:
-        raise ValueError(f"bench ttft: need at least 1 request, 1 prompt token and 2 output tokens, given {plan}")
     rng = np.random.default_rng(plan.seed)
     # Ids from the upper half: no special tokens there in any vocabulary we know.
     return rng.integers(vocab_size // 2, vocab_size, size=(plan.num_requests + 1, plan.input_len)).tolist()

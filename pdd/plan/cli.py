@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
-from pdd.cli_common import drawable, fail, wide_console, writable
+from pdd.cli_common import above_zero, drawable, fail, wide_console, writable
 
 
 def plan(
@@ -17,12 +18,14 @@ def plan(
     workload: Annotated[Path, typer.Option("--workload", help="traffic with stated hits (YAML), at the rate to be served")],
     chips: Annotated[str, typer.Option(help="that may be bought, of the catalogue, separated by commas")] = "h100,mi300x",
     price: Annotated[list[str] | None, typer.Option(help="CHIP=DOLLARS an hour, instead of the catalogue's middle")] = None,
-    link_price: Annotated[float | None, typer.Option(help="dollars per hour and Gbit/s")] = None,
-    ttft_s: Annotated[float, typer.Option(help="objective: first token within")] = 10.0,
-    tpot_s: Annotated[float, typer.Option(help="objective: mean time per further token within")] = 0.05,
+    link_price: Annotated[float | None, typer.Option(min=0, help="dollars per hour and Gbit/s")] = None,
+    ttft_s: Annotated[float, typer.Option(callback=above_zero, help="objective: first token within")] = 10.0,
+    tpot_s: Annotated[float, typer.Option(callback=above_zero, help="objective: mean time per further token within")] = 0.05,
     share: Annotated[float, typer.Option(help="of requests that must keep both")] = 0.9,
-    rtt_ms: Annotated[float, typer.Option(help="between the sites")] = 30.0,
-    flow_gbit_s: Annotated[float, typer.Option(help="that one transfer gets at most; default: one TCP flow at 30 ms and 1e-5 loss")] = 0.9,
+    rtt_ms: Annotated[float, typer.Option(min=0, help="between the sites")] = 30.0,
+    flow_gbit_s: Annotated[
+        float, typer.Option(callback=above_zero, help="that one transfer gets at most; default: one TCP flow at 30 ms and 1e-5 loss")
+    ] = 0.9,
     seed: Annotated[int, typer.Option(help="of the simulated traffic")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", callback=writable, help="write everything here")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", callback=drawable, help="cost and revenue (PNG or SVG)")] = None,
@@ -41,7 +44,7 @@ def plan(
         if not isinstance(traffic, StatedHits):
             raise ValueError(f"workload {workload}: kind: given {traffic.kind!r}, allowed 'stated_hits'")
         named = [catalogue.chip(name) for name in chips.split(",")]
-        given = _prices(price or [])
+        given = _prices(price or [], [chip.name for chip in named])
         hourly = {chip.name: given.get(chip.name) or chip.mid_price for chip in named}
         prices = Prices(hourly) if link_price is None else Prices(hourly, link_price)
         sites = Sites(rtt_ms / 1e3, flow_gbit_s * 1e9 / 8)
@@ -68,14 +71,16 @@ def plan(
         save_plot(found, plot_file)
 
 
-def _prices(pairs: list[str]) -> dict[str, float]:
+def _prices(pairs: list[str], chips: list[str]) -> dict[str, float]:
     found = {}
     for pair in pairs:
         name, _, value = pair.partition("=")
+        if name not in chips:
+            raise ValueError(f"--price: given {pair!r}, allowed for the chips of --chips: {', '.join(chips)}")
         try:
             found[name] = float(value)
         except ValueError as error:
             raise ValueError(f"--price: given {pair!r}, allowed CHIP=DOLLARS") from error
-        if found[name] <= 0:
+        if not 0 < found[name] < math.inf:
             raise ValueError(f"--price: given {pair!r}, allowed above 0")
     return found

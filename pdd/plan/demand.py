@@ -16,8 +16,11 @@ class Objectives:
     share: float = 0.9
 
     def __post_init__(self) -> None:
-        if self.ttft_s <= 0 or self.tpot_s <= 0 or not 0 < self.share <= 1:
-            raise ValueError(f"objectives: given {self}, allowed times above 0 and a share up to 1")
+        for name, seconds in (("ttft_s", self.ttft_s), ("tpot_s", self.tpot_s)):
+            if seconds <= 0:
+                raise ValueError(f"{name}: given {seconds:g}, allowed above 0")
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share: given {self.share:g}, allowed above 0 up to 1")
 
 
 @dataclass(frozen=True)

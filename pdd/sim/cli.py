@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from pdd.cli_common import drawable, fail, wide_console, writable
+from pdd.cli_common import above_zero, drawable, fail, wide_console, writable
 
 
 def sim(
@@ -23,8 +23,8 @@ def sim(
     ] = True,
     collapse: Annotated[bool, typer.Option("--collapse", help="beside it: what is relayed stays on the relay to its end")] = False,
     seed: Annotated[int, typer.Option(help="of the traffic")] = 0,
-    slo_ttft_s: Annotated[float | None, typer.Option(help="what a good request keeps")] = None,
-    slo_tpot_s: Annotated[float | None, typer.Option(help="what a good request keeps")] = None,
+    slo_ttft_s: Annotated[float | None, typer.Option(callback=above_zero, help="what a good request keeps")] = None,
+    slo_tpot_s: Annotated[float | None, typer.Option(callback=above_zero, help="what a good request keeps")] = None,
     against: Annotated[Path | None, typer.Option(help="JSON of pdd bench ttft --mix: how far off is each figure")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", callback=writable, help="write the report here")] = None,
     plot_file: Annotated[

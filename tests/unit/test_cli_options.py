@@ -34,8 +34,35 @@ def test_a_figure_has_a_suffix_that_can_be_drawn(command: list[str], tmp_path: P
     [
         ([*CONFORM, "--page-a", "0"], "--page-a"),
         ([*CONFORM, "--page-b", "-1"], "--page-b"),
+        (["bench", "ttft", "--num-prompts", "0"], "--num-prompts"),
+        (["bench", "ttft", "--mix", "skewed", "--num-prompts", "0"], "--num-prompts"),
+        (["bench", "ttft", "--link-rate-mbit-s", "-1"], "--link-rate-mbit-s: given -1"),
+        (["bench", "handoff", "--rate-mbit-s", "nan"], "--rate-mbit-s: given nan"),
+        (["bench", "handoff", "--jitter-ms", "-1"], "jitter_ms: "),
+        (["bench", "hits", "--rounds", "0"], "rounds: given 0, allowed 1 or more"),
+        (["bench", "steady", "--clients", "0"], "clients: given 0, allowed 1 or more"),
+        (["bench", "engine", "--streams", "1,0"], "streams: given [1, 0]"),
+        ([*PLAN, "--price", "abacus=1"], "--price: given 'abacus=1', allowed for the chips of --chips: h100, mi300x"),
+        ([*PLAN, "--flow-gbit-s", "0"], "--flow-gbit-s: given 0"),
+        ([*PLAN, "--share", "2"], "share: given 2"),
+        ([*SIM, "--slo-ttft-s", "-1"], "--slo-ttft-s: given -1"),
+        ([*SIM[:-1], "/nonexistent"], "workload /nonexistent: No such file or directory"),
     ],
     ids=str,
 )
 def test_a_number_out_of_range(options: list[str], named: str) -> None:
-    assert named in refused(options)
+    said = refused(options)
+    assert named in said
+    assert not any(noise in said for noise in ("Plan(", "Objectives(", "https://errors", "Errno"))
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("kind: magic", "kind: given 'magic', allowed 'stated_hits'"),
+        ("rate_per_s: 1", "top level: field 'kind' is needed"),
+    ],
+)
+def test_a_workload_of_no_known_kind(text: str, named: str, tmp_path: Path) -> None:
+    (tmp_path / "w.yaml").write_text(text)
+    assert named in refused([*SIM[:-1], str(tmp_path / "w.yaml")])
