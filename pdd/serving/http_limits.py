@@ -1,14 +1,22 @@
-"""Limits of the HTTP door's connections: how many there are, and how long a client may take to say what it wants."""
+"""Limits of the HTTP door's connections: how many there are, how long a client may take to say what it wants, and in how many bytes."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Final
 
+import h11
 import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from pdd.errors import Code, PddError
+from pdd.serving.openai.errors import HeadTooLargeError, error_response
+
+# Of the request line and the headers together.
 MAX_HEADER_BYTES: Final = 64 * 1024
 
 
@@ -35,10 +43,30 @@ class LimitedConfig(uvicorn.Config):
     limits: HttpLimits = HttpLimits()
 
 
+class LimitedHead:
+    """h11 limits a head only while some of it is missing: one that came at once is measured here."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and _head_bytes(scope) > MAX_HEADER_BYTES:
+            await error_response(HeadTooLargeError(MAX_HEADER_BYTES))(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+
+def _head_bytes(scope: Scope) -> int:
+    """Of request line and headers, each with its separators, but for padding."""
+    line = len(scope["method"]) + len(scope["raw_path"]) + len(scope["query_string"]) + len("  HTTP/1.1\r\n")
+    return line + sum(len(name) + len(value) + len(": \r\n") for name, value in scope["headers"])
+
+
 class LimitedProtocol(H11Protocol):
-    """uvicorn waits for headers as long as a client likes, and takes any number of connections."""
+    """uvicorn waits for headers as long as a client likes, takes any number of connections, and closes on a client that still sends."""
 
     _late: asyncio.TimerHandle | None = None
+    _refused = False
 
     @property
     def _limits(self) -> HttpLimits:
@@ -58,6 +86,8 @@ class LimitedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
         if not self._answering():
             self._await_headers()
         super().data_received(data)
@@ -70,6 +100,31 @@ class LimitedProtocol(H11Protocol):
             self._stop_waiting()
         elif self.conn.trailing_data[0]:  # the beginning of one
             self._await_headers()
+
+    def send_400_response(self, msg: str) -> None:
+        """h11 could not read a request. What else its client sends is taken for ``header_timeout_s`` and dropped: a connection that is
+        closed with something unread is reset, and the answer is lost.
+        """
+        if self._answering():  # a broken body, of which the handler must hear
+            super().send_400_response(msg)
+            return
+        error = sys.exception()
+        too_large = isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+        why = HeadTooLargeError(MAX_HEADER_BYTES) if too_large else PddError(Code.INVALID_ARGUMENT, f"this is no HTTP request: {error}")
+        answer = error_response(why)
+        head = h11.Response(
+            status_code=answer.status_code,
+            headers=[*answer.raw_headers, (b"connection", b"close")],
+            reason=HTTPStatus(answer.status_code).phrase.encode(),
+        )
+        self.transport.write(
+            b"".join(self.conn.send(part) or b"" for part in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()))
+        )
+        self._refused = True
+        self._stop_waiting()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._late = self.loop.call_later(self._limits.header_timeout_s, self.transport.close)
 
     def _answering(self) -> bool:
         """Whether a request's headers are here and its answer is not complete."""

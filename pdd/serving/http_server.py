@@ -9,7 +9,7 @@ from collections.abc import Generator
 import uvicorn
 from starlette.types import ASGIApp
 
-from pdd.serving.http_limits import MAX_HEADER_BYTES, HttpLimits, LimitedConfig, LimitedProtocol
+from pdd.serving.http_limits import MAX_HEADER_BYTES, HttpLimits, LimitedConfig, LimitedHead, LimitedProtocol
 
 GRACE_S = 3  # running streams get this long at shutdown, then they are cancelled
 
@@ -44,7 +44,7 @@ def make_http_server(
     PEM files of certificate and key, for TLS. Raises ValueError when they cannot be used.
     """
     config = LimitedConfig(
-        app,
+        LimitedHead(app),
         http=LimitedProtocol,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         ssl_certfile=None if cert is None else cert[0],

@@ -31,6 +31,13 @@ class BodyTooLargeError(PddError):
         super().__init__(Code.INVALID_ARGUMENT, f"the request body is larger than {max_body_bytes} bytes")
 
 
+class HeadTooLargeError(PddError):
+    """Request line and headers are longer than the door takes; answered with 431."""
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__(Code.INVALID_ARGUMENT, f"the request line and headers are larger than {max_bytes} bytes")
+
+
 class SlowBodyError(PddError):
     """The body did not arrive in time; answered with 408."""
 
@@ -50,8 +57,12 @@ def error_body(error: PddError) -> dict[str, object]:
     return {"error": {"message": public_message(error), "type": _TYPES.get(error.code, "server_error"), "param": error.field, "code": code}}
 
 
+# Those that no gRPC code stands for.
+_STATUSES: dict[type[PddError], int] = {BodyTooLargeError: 413, HeadTooLargeError: 431, SlowBodyError: 408}
+
+
 def error_response(error: PddError) -> Response:
-    status = 413 if isinstance(error, BodyTooLargeError) else 408 if isinstance(error, SlowBodyError) else error.code.value
+    status = _STATUSES.get(type(error), error.code.value)
     headers: dict[str, str] = {}
     if (wait_s := retry_after_s(error)) is not None:
         headers["retry-after"] = str(wait_s)
