@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
@@ -71,11 +72,21 @@ def error_response(error: PddError) -> Response:
     return JSONResponse(error_body(error), status, headers)
 
 
-def from_validation(error: ValidationError) -> PddError:
-    """The first mistake pydantic found, as INVALID_ARGUMENT naming the field."""
+def from_validation(error: ValidationError, given: object) -> PddError:
+    """The first mistake pydantic found in ``given``, as INVALID_ARGUMENT naming the field."""
     first = error.errors(include_url=False)[0]
-    field = ".".join(str(part) for part in first["loc"]) or None
+    field = ".".join(_path(first["loc"], given, missing=first["type"] == "missing")) or None
     return PddError(Code.INVALID_ARGUMENT, f"{field or 'body'}: {first['msg']}", field)
+
+
+def _path(loc: tuple[int | str, ...], given: object, missing: bool) -> Iterator[str]:
+    """The parts of ``loc`` that lead through ``given``, and a missing field's name; pydantic has the kinds of a union among them."""
+    for depth, part in enumerate(loc, 1):
+        if (isinstance(given, dict) and part in given) or (isinstance(given, list) and isinstance(part, int) and part < len(given)):
+            given = given[part]
+        elif not (missing and depth == len(loc)):
+            continue
+        yield str(part)
 
 
 def internal(error: Exception) -> PddError:

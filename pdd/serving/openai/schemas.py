@@ -165,18 +165,20 @@ class CompletionRequest(SharedFields):
 
 def read_chat(body: bytes) -> ChatRequest:
     """Raises PddError(INVALID_ARGUMENT) naming the field."""
+    fields = _fields(body, _NOT_OF_CHAT)
     try:
-        return ChatRequest.model_validate(_fields(body, _NOT_OF_CHAT))
+        return ChatRequest.model_validate(fields)
     except ValidationError as error:
-        raise from_validation(error) from error
+        raise from_validation(error, fields) from error
 
 
 def read_completion(body: bytes) -> CompletionRequest:
     """Raises PddError(INVALID_ARGUMENT) naming the field."""
+    fields = _fields(body, _NOT_OF_COMPLETIONS)
     try:
-        return CompletionRequest.model_validate(_fields(body, _NOT_OF_COMPLETIONS))
+        return CompletionRequest.model_validate(fields)
     except ValidationError as error:
-        raise from_validation(error) from error
+        raise from_validation(error, fields) from error
 
 
 def _fields(body: bytes, of_the_other: dict[str, tuple[object, ...]]) -> dict[str, object]:

@@ -129,6 +129,25 @@ async def test_ids_out_of_range(doors: Doors, token_id: object) -> None:
         assert error["param"] == "prompt"
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"stop": 5}, "stop"),
+        ({"stop": ["a", 5]}, "stop"),
+        ({"logit_bias": {"5": "x"}}, "logit_bias.5"),
+        ({"logit_bias": {"str": None}}, "logit_bias.str"),
+        ({"stop_token_ids": [1, "x"]}, "stop_token_ids.1"),
+        ({"pdd": {"handoff": "no"}}, "pdd.handoff"),
+        ({"pdd": {"unknown": 1}}, "pdd.unknown"),
+        ({"chat_template_kwargs": {"a": {}}}, "chat_template_kwargs.a"),
+        ({"chat_template_kwargs": {"a": [[]]}}, "chat_template_kwargs.a"),
+        ({"messages": [*MESSAGES, {"content": "x"}]}, "messages.1.role"),
+    ],
+)
+async def test_a_field_is_named_as_the_client_names_it(doors: Doors, fields: dict[str, object], param: str) -> None:
+    assert (await refused(doors, CHAT, ask(CHAT, **fields)))["param"] == param
+
+
 @pytest.mark.parametrize("prompt", ["", [], [[]], [""], [[5], []], None, 5, {"a": 1}, ["a", 5], [[5], "a"]])
 async def test_prompts_that_are_none(doors: Doors, prompt: object) -> None:
     assert (await refused(doors, COMPLETIONS, ask(COMPLETIONS, prompt=prompt)))["param"] == "prompt"
