@@ -146,13 +146,18 @@ def validate(
 
 @app.command()
 def check(config: ConfigArgument) -> None:
-    """Validate a launch config and the models it names; print what would be started."""
+    """Validate a launch config and the models it names; print what would be started. Exit status 1 for what is wrong or missing here;
+    what a worker at another address would miss on this machine is a warning."""
+    from pdd.misfits import misfits, usable_cores
     from pdd.models import resolve
     from pdd.serving.text.model import TextModel
     from pddbridge.checkpoint import open_checkpoint
 
     try:
         launch = load(config)
+        found = misfits(launch, usable_cores())
+        for misfit in found:
+            fail(misfit.line if misfit.here else f"warning: {misfit.line}")
         for model in dict.fromkeys([launch.model, *(worker.model or launch.model for worker in launch.workers)]):
             model_dir = resolve(model, cache_dir())
             open_checkpoint(model_dir)
@@ -162,6 +167,8 @@ def check(config: ConfigArgument) -> None:
         raise fail(error) from error
     for worker in launch.workers:
         print(f"{worker.name}: {worker.role} on {worker.engine}:{worker.device} at site {worker.site}, page {worker.page_size}")
+    if any(misfit.here for misfit in found):
+        raise typer.Exit(1)
 
 
 @app.command()
