@@ -14,7 +14,7 @@ def chaos(
     seeds: Annotated[int, typer.Option(min=1, help="how many runs, each with a seed of its own")] = 5,
     first_seed: Annotated[int, typer.Option(help="the first of these seeds")] = 0,
     seed: Annotated[int | None, typer.Option(help="this one alone: the same requests and faults again")] = None,
-    num_requests: Annotated[int, typer.Option("--requests", help="requests per seed")] = 20,
+    num_requests: Annotated[int, typer.Option("--requests", min=1, help="requests per seed")] = 20,
     shapes: Annotated[
         str, typer.Option(help="deployments in turn: lean, tight (tiny page pools), wide (two of each role)")
     ] = "lean,tight,wide",

@@ -16,7 +16,7 @@ from pdd.bench.serve.client import Target, speaks_pdd
 from pdd.bench.serve.figures import METRICS, Asked, parse_goodput
 from pdd.bench.serve.load import LoadPlan
 from pdd.bench.serve.trace import Scale, Taken, read_trace
-from pdd.cli_common import cache_dir, fail, wide_console, writable
+from pdd.cli_common import above_zero, cache_dir, fail, wide_console, writable
 
 Dataset = Literal["random", "prefix_repetition", "agents", "trace"]
 
@@ -35,42 +35,50 @@ def serve(
     tokenizer: Annotated[
         str | None, typer.Option(help="pulled model or directory whose vocabulary prompts are of; default: --model")
     ] = None,
-    vocab_size: Annotated[int | None, typer.Option(help="instead of a tokenizer, for prompts of ids")] = None,
+    vocab_size: Annotated[int | None, typer.Option(min=1, help="instead of a tokenizer, for prompts of ids")] = None,
     launch: Annotated[
         Path | None, typer.Option("--launch", help="launch this config and measure its modes, instead of an endpoint")
     ] = None,
     modes: Annotated[str, typer.Option(help="of --launch: some of same_site,cross_site,pdd")] = "same_site,cross_site,pdd",
     dataset_name: Annotated[Dataset, typer.Option("--dataset-name", help="what is sent")] = "random",
-    num_prompts: Annotated[int, typer.Option("--num-prompts", help="requests; of a trace: from its beginning; of agents: sessions")] = 100,
-    random_input_len: Annotated[int, typer.Option(help="random: prompt tokens")] = 1024,
-    random_output_len: Annotated[int, typer.Option(help="random: output tokens")] = 128,
+    num_prompts: Annotated[
+        int, typer.Option("--num-prompts", min=1, help="requests; of a trace: from its beginning; of agents: sessions")
+    ] = 100,
+    random_input_len: Annotated[int, typer.Option(min=1, help="random: prompt tokens")] = 1024,
+    random_output_len: Annotated[int, typer.Option(min=1, help="random: output tokens")] = 128,
     random_range_ratio: Annotated[float, typer.Option(help="random: lengths vary by this share")] = 0.0,
     random_prefix_len: Annotated[int, typer.Option(help="random: tokens before, the same for all")] = 0,
     prefix_repetition_prefix_len: Annotated[int, typer.Option(help="prefix_repetition: tokens")] = 256,
     prefix_repetition_suffix_len: Annotated[int, typer.Option(help="prefix_repetition: tokens")] = 256,
     prefix_repetition_num_prefixes: Annotated[int, typer.Option(help="prefix_repetition: how many")] = 10,
     prefix_repetition_output_len: Annotated[int, typer.Option(help="prefix_repetition: tokens")] = 128,
-    turns: Annotated[int | None, typer.Option(help="agents, trace: of a session at most [default: agents 12, of a trace all]")] = None,
+    turns: Annotated[
+        int | None, typer.Option(min=1, help="agents, trace: of a session at most [default: agents 12, of a trace all]")
+    ] = None,
     num_sessions: Annotated[
-        int | None, typer.Option("--num-sessions", help="trace of sessions: that many from its beginning, instead of --num-prompts")
+        int | None, typer.Option("--num-sessions", min=1, help="trace of sessions: that many from its beginning, instead of --num-prompts")
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="trace: the file (JSON lines, .gz or not)")] = None,
-    length_scale: Annotated[float, typer.Option(help="agents, trace: all lengths times this")] = 1.0,
-    output_length_scale: Annotated[float | None, typer.Option(help="trace: those of answers times this, instead")] = None,
-    time_scale: Annotated[float, typer.Option(help="agents, trace: all recorded times times this")] = 1.0,
+    length_scale: Annotated[float, typer.Option(callback=above_zero, help="agents, trace: all lengths times this")] = 1.0,
+    output_length_scale: Annotated[
+        float | None, typer.Option(callback=above_zero, help="trace: those of answers times this, instead")
+    ] = None,
+    time_scale: Annotated[float, typer.Option(callback=above_zero, help="agents, trace: all recorded times times this")] = 1.0,
     max_context: Annotated[int, typer.Option(help="agents, trace: tokens; what does not fit is left out and counted")] = 4096,
     request_rate: Annotated[float, typer.Option(help="arrivals per second (of sessions, where they have turns); inf: all at once")] = float(
         "inf"
     ),
-    burstiness: Annotated[float, typer.Option(help="of arrivals: 1 is Poisson, below burstier, above more even")] = 1.0,
-    max_concurrency: Annotated[int | None, typer.Option(help="requests at a time")] = None,
+    burstiness: Annotated[
+        float, typer.Option(callback=above_zero, help="of arrivals: 1 is Poisson, below burstier, above more even")
+    ] = 1.0,
+    max_concurrency: Annotated[int | None, typer.Option(min=1, help="requests at a time")] = None,
     goodput: Annotated[list[str] | None, typer.Option(help="METRIC:MILLISECONDS, of ttft, tpot, e2el; what a good request keeps")] = None,
     percentile_metrics: Annotated[str, typer.Option(help=f"some of {','.join(METRICS)}")] = "ttft,tpot,itl",
     metric_percentiles: Annotated[str, typer.Option(help="separated by commas")] = "99",
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos/--no-ignore-eos", help="answers have the length that was asked for")] = True,
-    temperature: Annotated[float, typer.Option(help="0: greedy")] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0, help="0: greedy")] = 0.0,
     extra_body: Annotated[str | None, typer.Option(help="JSON object, over what is sent")] = None,
-    num_warmups: Annotated[int, typer.Option(help="requests before, not measured")] = 1,
+    num_warmups: Annotated[int, typer.Option(min=0, help="requests before, not measured")] = 1,
     seed: Annotated[int, typer.Option(help="of prompts and arrivals")] = 0,
     label: Annotated[str | None, typer.Option(help="in the JSON")] = None,
     save_detailed: Annotated[bool, typer.Option("--save-detailed", help="a list per request in the JSON, too")] = False,
@@ -102,12 +110,14 @@ def serve(
             )
             sent = synthetic.shared_prefix_sessions(repeated, size, seed)
         elif dataset_name == "agents":
-            agents = synthetic.Agents(num_prompts, turns or synthetic.Agents.turns, length_scale, max_context_tokens=max_context)
+            agents = synthetic.Agents(
+                num_prompts, synthetic.Agents.turns if turns is None else turns, length_scale, max_context_tokens=max_context
+            )
             sent = synthetic.agent_sessions(agents, size, seed)
         elif trace is None:
             raise ValueError("--trace: the dataset trace needs a file")
         else:
-            scale = Scale(length_scale, output_length_scale or length_scale)
+            scale = Scale(length_scale, length_scale if output_length_scale is None else output_length_scale)
             read = read_trace(trace, scale, max_context, size, Taken(num_prompts, num_sessions, turns), seed)
             rule = f"{scale}, times x {time_scale:g}; {read.left_out} left out that do not fit {max_context}"
             console.print(f"{sessions.num_requests(read.sessions)} requests of {len(read.sessions)} sessions; {rule}")
