@@ -82,8 +82,9 @@ def from_validation(error: ValidationError, given: object) -> PddError:
 def _path(loc: tuple[int | str, ...], given: object, missing: bool) -> Iterator[str]:
     """The parts of ``loc`` that lead through ``given``, and a missing field's name; pydantic has the kinds of a union among them."""
     for depth, part in enumerate(loc, 1):
-        if (isinstance(given, dict) and part in given) or (isinstance(given, list) and isinstance(part, int) and part < len(given)):
-            given = given[part]
+        fields: dict[int | str, object] = dict(enumerate(given)) if isinstance(given, list) else given if isinstance(given, dict) else {}
+        if part in fields:
+            given = fields[part]
         elif not (missing and depth == len(loc)):
             continue
         yield str(part)
