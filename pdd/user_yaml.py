@@ -25,7 +25,11 @@ class _Loader(yaml.SafeLoader):
 def read_yaml(what: str, path: Path) -> object:
     """``what``: the file is, in errors: ValueError, one line, when it cannot be read, is not YAML, or has a key twice."""
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), _Loader)  # a SafeLoader
+        loader = _Loader(path.read_text(encoding="utf-8"))
+        try:
+            return loader.get_single_data()
+        finally:
+            loader.dispose()
     except OSError as error:
         raise ValueError(f"{what} {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
