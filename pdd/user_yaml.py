@@ -48,6 +48,8 @@ def _message(kind: str, message: str, context: dict[str, object]) -> str:
         return f"field {context['discriminator']} is needed"
     if kind == "union_tag_invalid":
         return f"{str(context['discriminator']).strip(chr(39))}: given {context['tag']!r}, allowed {context['expected_tags']}"
+    if kind == "tuple_type":
+        return "a list is expected"
     return message.removeprefix("Value error, ")
 
 

@@ -12,6 +12,7 @@ import typer
 from rich.table import Table
 
 from pdd.cli_common import above_zero, drawable, fail, wide_console, writable
+from pdd.sim.against import Figures, errors, live_figures, show_errors
 
 
 def sim(
@@ -41,6 +42,7 @@ def sim(
     try:
         spec = load_sim_config(config).spec()
         traffic = load_workload(workload)
+        live = {} if against is None else _live(against)
     except ValueError as error:
         raise fail(error, 2) from error
     if num_requests is not None:
@@ -48,6 +50,8 @@ def sim(
     subjects: dict[str, SystemSpec] = {str(mode): one for mode, one in modes(spec).items()} if compare else {"pdd": spec}
     if collapse:
         subjects["relay_to_end"] = replace(spec, rule="relay_to_end")
+    if against is not None and not set(subjects) & set(live):
+        raise fail(f"--against {against}: given modes {list(live)}, allowed one at least of {list(subjects)}", 2)
     figures: dict[str, dict[str, object]] = {}
     reports: dict[str, Report] = {}
     started_s = time.process_time()
@@ -64,13 +68,7 @@ def sim(
         table.add_row(name, *cells, f"{found['requests_per_s']:.3g}", *shares, hits, str(found["pipelines"]))
     console.print(table)
     if against is not None:
-        from pdd.sim.against import errors, live_figures, show_errors
-
-        try:
-            live = {mode: live_figures(found) for mode, found in json.loads(against.read_text(encoding="utf-8")).items()}
-            show_errors(errors(against.stem, {mode: report.figures for mode, report in reports.items()}, live), console)
-        except (OSError, ValueError, KeyError) as error:
-            raise fail(f"{against}: {error}", 2) from error
+        show_errors(errors(against.stem, {mode: report.figures for mode, report in reports.items()}, live), console)
     console.print(f"{len(subjects) * traffic.num_requests / max(took_s, 1e-9):,.0f} requests simulated per second of CPU")
     if json_file is not None:
         samples = {name: [asdict(sample) for sample in report.samples] for name, report in reports.items()}
@@ -80,3 +78,13 @@ def sim(
         from pdd.sim.plot import save_plot
 
         save_plot(reports, plot_file)
+
+
+def _live(file: Path) -> dict[str, Figures]:
+    """Figures by mode. Raises ValueError, one line."""
+    try:
+        return {mode: live_figures(found) for mode, found in json.loads(file.read_text(encoding="utf-8")).items()}
+    except OSError as error:
+        raise ValueError(f"--against {file}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"--against {file}: no report of pdd bench ttft --mix: {type(error).__name__}: {error}") from error

@@ -51,6 +51,8 @@ def test_a_figure_has_a_suffix_that_can_be_drawn(command: list[str], tmp_path: P
         ([*PLAN, "--flow-gbit-s", "0"], "--flow-gbit-s: given 0"),
         ([*PLAN, "--share", "2"], "share: given 2"),
         ([*SIM, "--slo-ttft-s", "-1"], "--slo-ttft-s: given -1"),
+        ([*SIM, "--against", "/nonexistent"], "--against /nonexistent: No such file or directory"),
+        ([*SIM, "--against", "configs/local.yaml"], "--against configs/local.yaml: no report"),
         ([*SIM[:-1], "/nonexistent"], "workload /nonexistent: No such file or directory"),
     ],
     ids=str,
@@ -71,3 +73,8 @@ def test_a_number_out_of_range(options: list[str], named: str) -> None:
 def test_a_workload_of_no_known_kind(text: str, named: str, tmp_path: Path) -> None:
     (tmp_path / "w.yaml").write_text(text)
     assert named in refused([*SIM[:-1], str(tmp_path / "w.yaml")])
+
+
+def test_figures_of_no_simulated_mode(tmp_path: Path) -> None:
+    (tmp_path / "live.json").write_text("{}")
+    assert "given modes [], allowed one at least of" in refused([*SIM, "--against", str(tmp_path / "live.json")])

@@ -59,6 +59,7 @@ MISTAKES = {
     "a core below 0": (set_in("workers", 0, "cpus", [-1]), "workers.0.cpus: given [-1]"),
     "no cores": (set_in("workers", 0, "cpus", []), "workers.0.cpus: given []"),
     "cores as text": (set_in("workers", 0, "cpus", "0-1"), "workers.0.cpus: given '0-1', allowed a list"),
+    "a name instead of a list": (set_in("sites", "a"), "sites: a list is expected (given 'a')"),
     "threads absurd": (set_in("workers", 0, "threads", 100_000), "workers.0.threads"),
 }
 
