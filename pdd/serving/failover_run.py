@@ -25,7 +25,7 @@ class FailoverRun:
 
     def __init__(self, parts: RequestParts) -> None:
         self._parts = parts
-        self._recomputed_on: frozenset[tuple[str, int]] = frozenset()  # names and epochs
+        self._recomputed_on: frozenset[tuple[str, int, int]] = frozenset()  # see _key
         self._stranded: str | None = None
 
     @property
@@ -49,7 +49,7 @@ class FailoverRun:
                 returns.labels("none").inc()
                 message = f"cannot go on after {len(parts.acceptor.log)} tokens, and nobody came back within {wait_s:g} s: {cause}"
                 raise PddError(Code.UNAVAILABLE, message)
-            with suppress(TimeoutError):  # one that was kept from requests for its failures is not announced
+            with suppress(TimeoutError):  # one whose back-off is over is not announced
                 async with asyncio.timeout(min(left_s, survival.watch_interval_s)):
                     await parts.context.pool.next_return()
         returns.labels("back").inc()
@@ -83,7 +83,7 @@ class FailoverRun:
         if holder is parts.main:
             parts.main = None
             parts.handoff.main_reset()
-        self.fail_over(reason or f"{holder.part}_lost", message, main_died=holder.part == "main" and failure.died)
+        self.fail_over(reason or f"{holder.worker.place.role}_lost", message, main_died=holder.part == "main" and failure.died)
 
     def fail_over(self, reason: str, cause: str, main_died: bool) -> None:
         """Somebody is missing: those that are left go on, or another takes its place."""
@@ -133,7 +133,8 @@ class FailoverRun:
     def recompute(self, behind_relay: bool, cause: str) -> None:
         """Attach a worker anew in main's part; it computes the prompt's KV itself. ``behind_relay``: the relay goes on and hands over
         later, or goes on to the end if nobody can recompute. Where nobody is left, it is ``stranded`` if somebody may come back; otherwise
-        raises PddError UNAVAILABLE. Each worker process is tried once, and one that has failed this request only where there is no other.
+        raises PddError UNAVAILABLE. Each worker is tried once until it is lost and comes back; one that has failed this request only where
+        there is no other, and one that gets no requests for its failures only where an answer that has begun would end otherwise.
         """
         parts = self._parts
         worker = self._next_worker(behind_relay) if parts.context.config.policy.fallback_recompute else None
@@ -148,15 +149,17 @@ class FailoverRun:
     def _next_worker(self, behind_relay: bool) -> PooledWorker | None:
         parts = self._parts
         pool, failed_on = parts.context.pool, parts.holders.failed_on
-        tried = frozenset(worker.name for worker in pool.workers if (worker.name, worker.info.epoch) in self._recomputed_on)
+        tried = frozenset(worker.name for worker in pool.workers if _key(worker) in self._recomputed_on)
         worker = pool.route("main", tried | failed_on, request=parts.request) or pool.route("main", tried, request=parts.request)
         if worker is None and not behind_relay:
             worker = pool.route("relay", tried, request=parts.request)
+        if worker is None and not behind_relay and len(parts.acceptor.log) > 0:
+            worker = pool.route("main", tried, held_back=True) or pool.route("relay", tried, held_back=True)
         return worker
 
     def _recompute_on(self, worker: PooledWorker, behind_relay: bool) -> None:
         parts = self._parts
-        self._recomputed_on |= {(worker.name, worker.info.epoch)}
+        self._recomputed_on |= {_key(worker)}
         log_ids: tuple[int, ...] = ()
         if behind_relay:
             if parts.main is not None:
@@ -177,6 +180,11 @@ class FailoverRun:
         parts.main = parts.relay = parts.prefill = parts.local_limit = None
         parts.handoff.main_reset()
         parts.handoff.relay_gone()
+
+
+def _key(worker: PooledWorker) -> tuple[str, int, int]:
+    """Of a worker as it is now; another once its process has ended, or it was lost and is back."""
+    return worker.name, worker.info.epoch, worker.returns
 
 
 def _state(holder: Holder | None) -> HolderState:

@@ -49,7 +49,8 @@ class WorkerCounts:
 @dataclass(eq=False)
 class PooledWorker:
     """``num_held``: streams that are attached now · ``rtts_s``: latest round trips, of which the smallest counts · ``told_at_s``: when
-    ``info`` came, monotonic · ``unanswered``: questions in a row · ``draining``: gets nothing new · ``reason``: of not being ready.
+    ``info`` came, monotonic · ``unanswered``: questions in a row · ``draining``: gets nothing new · ``reason``: of not being ready ·
+    ``returns``: times that it got ready again.
     """
 
     place: WorkerPlace
@@ -63,6 +64,7 @@ class PooledWorker:
     unanswered: int = 0
     draining: bool = False
     reason: str = ""
+    returns: int = 0
     limits: BreakerLimits = field(default_factory=lambda: breaker_limits(BreakerSettings()))
     breaker: Breaker = field(default_factory=Breaker)
     counts: WorkerCounts = field(default_factory=WorkerCounts)
@@ -184,6 +186,8 @@ class PooledWorker:
         if info.epoch != self.info.epoch:
             self.breaker = Breaker()
             self.draining = False
+        if not self.ready:
+            self.returns += 1
         self.draining = self.draining or info.draining
         self.info, self.told_at_s = info, time.monotonic()
         self.ready, self.reason = True, ""

@@ -202,16 +202,19 @@ class WorkerPool:
         excluded: frozenset[str] = frozenset(),
         preferred: str | None = None,
         request: GenerationRequest | None = None,
+        held_back: bool = False,
     ) -> PooledWorker | None:
         """A usable worker of ``role`` by :func:`pdd.policy.routing.choose_worker`; None when there is none. With ``request`` its prompt's
-        beginning counts, and is remembered to be there from now on.
+        beginning counts, and is remembered to be there from now on. ``held_back``: of those that get no requests for their failures.
         """
         prints: tuple[bytes, ...] = ()
         if request is not None and sum(worker.place.role == role for worker in self._workers.values()) > 1:
             prints = fingerprints(request.tenant, request.prompt_ids, self._prefixes.chunk_tokens)
         known = self._prefixes.known(prints)
+        wanted = "broken" if held_back else "ready"
         loads = [
-            WorkerLoad(w.name, w.place.role, w.usable, w.num_held, max(1, w.info.max_rows), known.get(w.name, 0)) for w in self.workers
+            WorkerLoad(w.name, w.place.role, w.status == wanted, w.num_held, max(1, w.info.max_rows), known.get(w.name, 0))
+            for w in self.workers
         ]
         chosen = choose_worker(loads, role, excluded, preferred, self._routing)
         if chosen is None:
@@ -226,8 +229,10 @@ class WorkerPool:
         return any(worker.place.role == role for worker in self.workers)
 
     def unhealthy(self) -> tuple[str, ...]:
-        """Names of the workers of every role that none is left of; empty when the service can do all that it is for."""
-        alive = {worker.place.role for worker in self.workers if worker.ready}
+        """Names of the workers of every role that none is left of, not counting those that get no requests for their failures; empty when
+        the service can do all that it is for.
+        """
+        alive = {worker.place.role for worker in self.workers if worker.status in ("ready", "draining")}
         return tuple(worker.name for worker in self.workers if worker.place.role not in alive)
 
     def smallest_context(self) -> PooledWorker:
