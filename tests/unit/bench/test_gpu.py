@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 
-import pddtorch.engine
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import (
     check_attention,
@@ -24,7 +23,6 @@ from benchmarks.gpu import (
     check_pages,
     engine_speed,
     exact,
-    graphed_decode,
     handoff,
     limits,
     speed,
@@ -37,18 +35,12 @@ from benchmarks.gpu.models import HANDED_OVER, config_of, make_engine, spec_of, 
 from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.sizes import SMALL
 from pdd.conform.steps import GREEDY, decode, prefill
-from pddbridge.engine import Engine, EngineConfig, Step
-from pddbridge.model_spec import ModelSpec
-from pddbridge.random_checkpoint import RandomCheckpoint
+from pddbridge.engine import Engine, Step
 from pddkernels.ragged_paged_attention import reference
 from pddkernels.ragged_paged_attention.options import AttentionOptions
 from pddkernels.shapes import MODEL_SHAPES
 from pddkernels.torch_ops import Problem, StepKernels, TorchOps, choose
-from pddtorch.decode_graphs import DecodeGraph, DecodeGraphs
-from pddtorch.engine import TorchEngine
 from tests.support import gpu_child
-from tests.support.fixed_ops import FixedOps
-from tests.support.recorders import OpRecorder
 from tests.support.triton_child import interpreting_process
 
 CPU = torch.device("cpu")
@@ -332,58 +324,6 @@ def test_an_engine_whose_decode_rows_see_other_kv_fails(monkeypatch: pytest.Monk
     monkeypatch.setattr(engine_speed, "make_engine", make_forgetful)
     (problem,) = problems(engine_speed.run("torch", "cpu", CPU, SMALL, threads=1, seed=0))
     assert problem.startswith("logits of a chunk and of a decode row")
-
-
-@pytest.fixture
-def replaying(monkeypatch: pytest.MonkeyPatch) -> graphed_decode.Make:
-    """Engines whose decode steps are recorded by a stand-in for CUDA."""
-    monkeypatch.setattr(pddtorch.engine, "_open_native", lambda device, cache_dir: (None, {}))
-    monkeypatch.setattr(pddtorch.engine, "choose", lambda problem, device, native: FixedOps(problem, device, {}))
-    for name, fewer in {"_CONTEXT": 80, "_CONTEXTS": (0, 1, 11, 12, 60), "_MAX_ROWS": 3, "_NUM_ROWS": (1, 3, 2), "_AHEAD_AT": 40}.items():
-        monkeypatch.setattr(graphed_decode, name, fewer)
-
-    def make(spec: ModelSpec, config: EngineConfig, seed: int) -> Engine:
-        checkpoint = RandomCheckpoint(spec, seed, config.compute_dtype)
-        return TorchEngine(checkpoint, config, OpRecorder() if config.decode_graphs else None)
-
-    return make
-
-
-def test_replayed_decode_steps_are_checked_and_timed_in_pairs(replaying: graphed_decode.Make) -> None:
-    findings = graphed_decode.run("cpu", CPU, SMALL, 1, 0, replaying)
-    assert not problems(findings)
-    named = {finding.what: finding for finding in findings}
-    assert named["tiny, 2 of 3 layers: decode, 3 streams"].numbers.keys() == {
-        f"{ahead}{number}" for ahead in ("", "ahead_") for number in ("graphed_tokens_s", "eager_tokens_s", "ratio")
-    }
-    assert all(number > 0 for number in named["tiny, 2 of 3 layers: decode, 1 streams"].numbers.values())
-    assert [finding.status for finding in findings].count("passed") == 6
-
-
-@pytest.mark.parametrize(
-    ("fault", "failed"),
-    [
-        ("pages", {"logits of replayed steps", "KV that no row writes", "tokens of replayed steps, started ahead"}),
-        ("fed", {"tokens of replayed steps, started ahead"}),
-        ("never", {"every step of decode rows is replayed"}),
-    ],
-)
-def test_replayed_decode_checks_fail_on_what_is_wrong(
-    fault: str, failed: set[str], replaying: graphed_decode.Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = DecodeGraph.run
-    if fault == "pages":
-
-        def elsewhere(self: DecodeGraph, step: Step, fed: torch.Tensor | None) -> torch.Tensor | None:
-            return run(self, replace(step, page_tables=(step.page_tables + 1) % 24), fed)
-
-        monkeypatch.setattr(DecodeGraph, "run", elsewhere)
-    elif fault == "fed":
-        monkeypatch.setattr(DecodeGraph, "run", lambda self, step, fed: run(self, step, None))
-    else:
-        monkeypatch.setattr(DecodeGraphs, "record_all", lambda self: iter(()))
-    found = graphed_decode.check("cpu", 1, 0, replaying)
-    assert {finding.what for finding in found if finding.status == "failed"} == failed
 
 
 def test_a_gap_is_measured_between_logits() -> None:
