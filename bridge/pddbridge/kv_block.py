@@ -46,6 +46,9 @@ def split_block(block: KVBlock, max_bytes: int) -> Iterator[KVBlock]:
     By layers; a layer that is too large by tokens; a token that is too large by heads. An empty block gives nothing. Raises ValueError
     when one head of one token is larger than ``max_bytes``.
     """
+    if 0 < block.values.nbytes <= max_bytes:
+        yield block
+        return
     num_tokens, num_heads = len(block.tokens), len(block.heads)
     head_bytes = block.values.shape[-1] * block.values.dtype.itemsize
     if head_bytes > max_bytes:

@@ -24,7 +24,8 @@ def rectangle_of(cells: Cells) -> Rectangle:
 class Coverage:
     """Cells of ``tokens`` for every plane of ``spec``, restricted to ``heads`` (absolute) where given.
 
-    One bool per cell: under 1 % of the KV it stands for, and its size is fixed by what was expected, not by what arrives.
+    One bit per cell: a thousandth of the KV it stands for, and its size is fixed by what was expected, not by what arrives. Tokens come
+    first, so that what a chunk covers, all layers and heads of some tokens, lies in one piece.
     """
 
     def __init__(self, spec: KVSpec, tokens: TokenRange, heads: HeadRange | None = None) -> None:
@@ -32,14 +33,15 @@ class Coverage:
         self._first_layers = [group.first_layer for group in spec.groups]
         self._heads: list[list[HeadRange]] = []
         self._taken: list[list[np.ndarray]] = []
+        self.num_free = 0
         for group in spec.groups:
             ranges = [heads or HeadRange(0, plane.num_heads) for plane in group.planes]
             for plane, given in zip(group.planes, ranges, strict=True):
                 if given.stop > plane.num_heads:
                     raise ValueError(f"heads: given {given}, plane {plane.name!r} has {plane.num_heads} heads")
             self._heads.append(ranges)
-            self._taken.append([np.zeros((group.num_layers, len(tokens), len(r)), np.bool_) for r in ranges])
-        self.num_free = sum(plane.size for group in self._taken for plane in group)
+            self._taken.append([np.zeros((len(tokens), group.num_layers, -(-len(r) // 8)), np.uint8) for r in ranges])
+            self.num_free += sum(len(tokens) * group.num_layers * len(r) for r in ranges)
 
     def contains(self, group: int, plane: int, tokens: TokenRange, heads: HeadRange) -> bool:
         """Whether the ranges lie inside what is expected (layers are the spec's business)."""
@@ -53,14 +55,15 @@ class Coverage:
 
     def any_taken(self, group: int, plane: int, layers: LayerRange, tokens: TokenRange, heads: HeadRange) -> bool:
         """Whether some cell of the rectangle is taken."""
-        return bool(self._cells(group, plane, layers, tokens, heads).any())
+        cells = self._cells(group, plane, layers, tokens)
+        return bool((cells if heads == self._heads[group][plane] else cells & self._bits(group, plane, heads)).any())
 
     def take(self, group: int, plane: int, layers: LayerRange, tokens: TokenRange, heads: HeadRange) -> None:
         """Take every cell of a rectangle that is free."""
-        cells = self._cells(group, plane, layers, tokens, heads)
-        assert not cells.any(), "a cell may be taken once"
-        cells[...] = True
-        self.num_free -= cells.size
+        assert not self.any_taken(group, plane, layers, tokens, heads), "a cell may be taken once"
+        cells = self._cells(group, plane, layers, tokens)
+        cells |= self._bits(group, plane, heads)
+        self.num_free -= len(layers) * len(tokens) * len(heads)
 
     def mark(self, group: int, plane: int, layers: LayerRange, tokens: TokenRange, heads: HeadRange) -> None:
         """Take the cells of a rectangle that lie inside what is expected, whether they are free or not."""
@@ -68,28 +71,31 @@ class Coverage:
         t0, t1 = max(tokens.start, self.tokens.start), min(tokens.stop, self.tokens.stop)
         h0, h1 = max(heads.start, mine.start), min(heads.stop, mine.stop)
         if t0 < t1 and h0 < h1:
-            cells = self._cells(group, plane, layers, TokenRange(t0, t1), HeadRange(h0, h1))
-            self.num_free -= cells.size - int(np.count_nonzero(cells))
-            cells[...] = True
+            cells, bits = self._cells(group, plane, layers, TokenRange(t0, t1)), self._bits(group, plane, HeadRange(h0, h1))
+            self.num_free -= int(np.unpackbits(~cells & bits).sum())
+            cells |= bits
 
     def taken(self) -> Iterator[Rectangle]:
         """Disjoint rectangles that hold exactly the taken cells; one per plane and token range when whole chunks were taken."""
         for group, planes in enumerate(self._taken):
-            for plane, cells in enumerate(planes):
-                first_head = self._heads[group][plane].start
-                yield from self._rectangles(group, plane, cells, self._first_layers[group], self.tokens.start, first_head)
+            for plane, bits in enumerate(planes):
+                heads = self._heads[group][plane]
+                cells = _unpacked(bits, 0, len(heads))
+                yield from self._rectangles(group, plane, cells, self._first_layers[group], self.tokens.start, heads.start)
 
     def free_within(self, group: int, plane: int, layers: LayerRange, tokens: TokenRange, heads: HeadRange) -> Iterator[Rectangle]:
         """Disjoint rectangles that hold exactly the free cells of a rectangle."""
-        cells = ~self._cells(group, plane, layers, tokens, heads)
+        assert self.contains(group, plane, tokens, heads)
+        first_head = self._heads[group][plane].start
+        cells = ~_unpacked(self._cells(group, plane, layers, tokens), heads.start - first_head, heads.stop - first_head)
         yield from self._rectangles(group, plane, cells, layers.start, tokens.start, heads.start)
 
     @staticmethod
     def _rectangles(group: int, plane: int, cells: np.ndarray, layer: int, token: int, head: int) -> Iterator[Rectangle]:
-        """Of the True cells [layers, tokens, heads]; the last three arguments are absolute: where ``cells`` starts."""
-        for t0, t1 in _runs(np.moveaxis(cells, 1, 0)):
-            for l0, l1 in _runs(cells[:, t0]):
-                row = cells[l0, t0]
+        """Of the True cells [tokens, layers, heads]; the last three arguments are absolute: where ``cells`` starts."""
+        for t0, t1 in _runs(cells):
+            for l0, l1 in _runs(cells[t0]):
+                row = cells[t0, l0]
                 for h0, h1 in _runs(row):
                     if row[h0]:
                         yield (
@@ -100,14 +106,26 @@ class Coverage:
                             HeadRange(head + h0, head + h1),
                         )
 
-    def _cells(self, group: int, plane: int, layers: LayerRange, tokens: TokenRange, heads: HeadRange) -> np.ndarray:
-        assert self.contains(group, plane, tokens, heads)
-        first_layer, first_token, first_head = self._first_layers[group], self.tokens.start, self._heads[group][plane].start
+    def _cells(self, group: int, plane: int, layers: LayerRange, tokens: TokenRange) -> np.ndarray:
+        """Of all heads: uint8 [tokens, layers, bytes], a view."""
+        first_layer, first_token = self._first_layers[group], self.tokens.start
         return self._taken[group][plane][
-            layers.start - first_layer : layers.stop - first_layer,
             tokens.start - first_token : tokens.stop - first_token,
-            heads.start - first_head : heads.stop - first_head,
+            layers.start - first_layer : layers.stop - first_layer,
         ]
+
+    def _bits(self, group: int, plane: int, heads: HeadRange) -> np.ndarray:
+        """Of ``heads``: uint8 [bytes], the first head in the lowest bit."""
+        mine = self._heads[group][plane]
+        assert mine.start <= heads.start
+        assert heads.stop <= mine.stop
+        bits = (1 << heads.stop - mine.start) - (1 << heads.start - mine.start)
+        return np.frombuffer(bits.to_bytes(-(-len(mine) // 8), "little"), np.uint8)
+
+
+def _unpacked(bits: np.ndarray, first: int, stop: int) -> np.ndarray:
+    """bool [tokens, layers, heads ``first`` to ``stop``]."""
+    return np.unpackbits(bits, axis=-1, count=stop, bitorder="little")[..., first:].view(np.bool_)
 
 
 def _runs(rows: np.ndarray) -> Iterator[tuple[int, int]]:

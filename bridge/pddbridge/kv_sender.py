@@ -134,9 +134,9 @@ class Sender:
         self.codec = codec
         self._heads = heads
         self._coverage = Coverage(spec, tokens, heads)
-        # Of a resumed transfer: what the receiver had before. None: not told yet.
-        self._there = None if resume else Coverage(spec, tokens, heads)
-        self._resumed = resume
+        # Of a resumed transfer: whether the receiver has said what it had before, and that.
+        self._awaits_what_is_there = resume
+        self._there: Coverage | None = None
         self._question: int | None = None
         self._doubtful: dict[int, DueFrame] = {}
         self._queue: deque[tuple[int, KVBlock]] = deque()
@@ -197,7 +197,7 @@ class Sender:
 
     def next_due(self) -> DueFrame | None:
         """Take the next frame to send; it is in flight until ``acked``, ``lost`` or ``doubt``. None if nothing may be sent now."""
-        if self._there is None:
+        if self._awaits_what_is_there:
             return None
         if self._resend:
             due = self._resend.popleft()
@@ -243,7 +243,7 @@ class Sender:
 
     def next_question(self) -> int | None:
         """The sequence under which to ask the receiver what it has; None if nothing is in doubt or an answer is awaited already."""
-        if self.state is not SenderState.OPEN or self._question is not None or not (self._doubtful or self._there is None):
+        if self.state is not SenderState.OPEN or self._question is not None or not (self._doubtful or self._awaits_what_is_there):
             return None
         self._question = self._new_sequence()
         return self._question
@@ -262,8 +262,8 @@ class Sender:
         for rectangle in placed:
             there.mark(*rectangle)
         num_bytes = 0
-        if self._there is None:
-            self._there = there
+        if self._awaits_what_is_there:
+            self._awaits_what_is_there, self._there = False, there
             waiting, self._queue = self._queue, deque()
             num_bytes += sum(self._sift(block) for _, block in waiting)
         doubtful, self._doubtful = self._doubtful, {}
@@ -303,7 +303,7 @@ class Sender:
 
     def _sift(self, block: KVBlock) -> int:
         """Queue of ``block`` what the receiver lacks, as far as that is known. Returns the bytes of KV that it has."""
-        if not self._resumed or self._there is None:
+        if self._there is None:
             self._queue.append((self._new_sequence(), block))
             return 0
         group, plane = check_block(self._spec, block)

@@ -18,12 +18,11 @@ from pddbridge.link_schedule import Priority
 
 
 class BeginRun:
-    """``run`` once; ``start_prefill`` again when main joins later. ``on_event``: for those that need not wait for main's answer."""
+    """``run`` once; ``start_prefill`` again when main joins later."""
 
-    def __init__(self, parts: RequestParts, failover: FailoverRun, on_event: Callable[[Holder, Event], None]) -> None:
+    def __init__(self, parts: RequestParts, failover: FailoverRun) -> None:
         self._parts = parts
         self._failover = failover
-        self._on_event = on_event
         wish = parts.request.override
         policy = parts.context.config.policy
         self._relay_limit = parts.handoff.relay_limit
@@ -31,8 +30,10 @@ class BeginRun:
         if self._forced is None:
             self._forced = "relay" if wish.handoff_at is not None else (None if policy.pipeline == "auto" else policy.pipeline)
 
-    async def run(self) -> list[tuple[Holder, Event]]:
-        """Reserve, choose, start prefill; or go on from what a request with the same prompt brings. Events to be handled next."""
+    async def run(self, on_event: Callable[[Holder, Event], None]) -> list[tuple[Holder, Event]]:
+        """Reserve, choose, start prefill; or go on from what a request with the same prompt brings. Events to be handled next; ``on_event``
+        for those that need not wait for main's answer.
+        """
         parts = self._parts
         may_relay = self._forced != "direct" and parts.context.pool.has_role("relay")
         if await self._enter(may_relay) == "relay":
@@ -45,54 +46,15 @@ class BeginRun:
                 parts.holders.release(reserved.relay)  # its cache has let go of the prompt, or keeps none: bring it anew
             else:
                 await self._enter(may_relay=False)
-        reserved = await reserve(parts.context.pool, parts.holders, may_relay, self._relay_limit, parts.share, early=self)
+        early = _EarlyRelay(parts, on_event)
+        reserved = await reserve(parts.context.pool, parts.holders, may_relay, self._relay_limit, parts.share, early=early)
         parts.context.granted(parts.request.request_id)
-        if self.is_over:
+        if early.is_over:
             parts.context.metrics.pipelines.labels("relay", "relay_first").inc()
             return []
         self._choose(reserved)
         self.start_prefill()
         return reserved.early
-
-    def begin(self, relay: Holder) -> None:
-        """The relay has reserved: prefill starts, for the relay alone as yet, while main's answer crosses the link."""
-        parts = self._parts
-        parts.relay = relay
-        worker = parts.context.pool.route("prefill", request=parts.request)
-        if worker is None or relay.miss_tokens(parts.prompt_tokens) == 0:
-            return
-        holder = open_prefill(parts.holders, worker, {relay: PushClass(Priority.URGENT)}, parts.context.traffic)
-        parts.prefill = PrefillRun(holder, [relay], parts.timeline, parts.context.learned, is_early=True)
-
-    def take(self, holder: Holder, event: Event) -> bool:
-        """The relay's tokens are the reader's as they come, and so is what leads to them. The one that reaches the length limit waits:
-        whether main's transfer is to go on after the end is asked when there is one.
-        """
-        parts = self._parts
-        match event:
-            case Prefilled():
-                takes = parts.prefill is not None and holder is parts.prefill.holder
-            case KvComplete():
-                takes = holder is parts.relay
-            case Proposed(position, records):
-                takes = holder is parts.relay and position + len(records) < parts.request.sampling.max_tokens
-                if takes and parts.timeline.decision is None:
-                    parts.timeline.decision = RELAY_FIRST
-            case _:
-                takes = False
-        if takes:
-            self._on_event(holder, event)
-        return takes
-
-    @property
-    def is_over(self) -> bool:
-        return self._parts.acceptor.finish_reason is not None
-
-    def withdraw(self) -> None:
-        parts = self._parts
-        if parts.prefill is not None and parts.prefill.holder is not None:
-            parts.holders.release(parts.prefill.holder)
-            parts.prefill = None
 
     async def _enter(self, may_relay: bool) -> Entry:
         parts = self._parts
@@ -185,3 +147,51 @@ class BeginRun:
             return
         holder = open_prefill(parts.holders, worker, classes, parts.context.traffic)
         parts.prefill = PrefillRun(holder, targets, parts.timeline, parts.context.learned)
+
+
+class _EarlyRelay:
+    """A relay that begins while main's answer crosses the link. Not kept: with ``on_event`` it refers to the whole request."""
+
+    def __init__(self, parts: RequestParts, on_event: Callable[[Holder, Event], None]) -> None:
+        self._parts = parts
+        self._on_event = on_event
+
+    def begin(self, relay: Holder) -> None:
+        """The relay has reserved: prefill starts, for the relay alone as yet, while main's answer crosses the link."""
+        parts = self._parts
+        parts.relay = relay
+        worker = parts.context.pool.route("prefill", request=parts.request)
+        if worker is None or relay.miss_tokens(parts.prompt_tokens) == 0:
+            return
+        holder = open_prefill(parts.holders, worker, {relay: PushClass(Priority.URGENT)}, parts.context.traffic)
+        parts.prefill = PrefillRun(holder, [relay], parts.timeline, parts.context.learned, is_early=True)
+
+    def take(self, holder: Holder, event: Event) -> bool:
+        """The relay's tokens are the reader's as they come, and so is what leads to them. The one that reaches the length limit waits:
+        whether main's transfer is to go on after the end is asked when there is one.
+        """
+        parts = self._parts
+        match event:
+            case Prefilled():
+                takes = parts.prefill is not None and holder is parts.prefill.holder
+            case KvComplete():
+                takes = holder is parts.relay
+            case Proposed(position, records):
+                takes = holder is parts.relay and position + len(records) < parts.request.sampling.max_tokens
+                if takes and parts.timeline.decision is None:
+                    parts.timeline.decision = RELAY_FIRST
+            case _:
+                takes = False
+        if takes:
+            self._on_event(holder, event)
+        return takes
+
+    @property
+    def is_over(self) -> bool:
+        return self._parts.acceptor.finish_reason is not None
+
+    def withdraw(self) -> None:
+        parts = self._parts
+        if parts.prefill is not None and parts.prefill.holder is not None:
+            parts.holders.release(parts.prefill.holder)
+            parts.prefill = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from pdd.errors import Code
 from pdd.serving.acceptor import Acceptor
@@ -16,6 +17,7 @@ from pdd.serving.handoff_run import HandoffRun
 from pdd.serving.holders import Holder, Holders
 from pdd.serving.local_run import OVERRUN
 from pdd.serving.main_transfer import hurry_if_late, request_ended, see_through
+from pdd.serving.metrics import Metrics
 from pdd.serving.paced_delivery import PacedDelivery
 from pdd.serving.request import Delta, GenerationRequest
 from pdd.serving.request_parts import RequestParts, RunContext
@@ -42,7 +44,8 @@ class RequestRun:
     def __init__(
         self, request: GenerationRequest, context: RunContext, acceptor: Acceptor, timeline: TimelineRecorder, emit: Callable[[Delta], None]
     ) -> None:
-        self._delivery = PacedDelivery(self._release)
+        # Nothing that its parts keep refers to the whole: a request is freed when it ends, not when garbage is collected.
+        self._delivery = PacedDelivery(partial(_release, timeline, context.metrics, emit))
         self._parts = RequestParts(
             request,
             context,
@@ -53,14 +56,13 @@ class RequestRun:
             context.prompts.join(request.tenant, request.prompt_ids),
         )
         self._failover = FailoverRun(self._parts)
-        self._begin = BeginRun(self._parts, self._failover, self._on_event)
-        self._emit = emit
+        self._begin = BeginRun(self._parts, self._failover)
 
     async def run(self) -> None:
         """Until the request has finished and every holder was told. Raises PddError. Cancelling it lets go of every holder at once."""
         parts = self._parts
         try:
-            for holder, event in await self._begin.run():
+            for holder, event in await self._begin.run(self._on_event):
                 self._on_event(holder, event)
             while parts.acceptor.finish_reason is None:
                 if self._failover.stranded:
@@ -192,13 +194,6 @@ class RequestRun:
             hurry_if_late(parts)
         parts.advance()
 
-    def _release(self, delta: Delta) -> None:
-        timeline = self._parts.timeline
-        gap_s = timeline.delivered(delta.origin)
-        if gap_s is not None:
-            self._parts.context.metrics.itl_s.observe(gap_s)
-        self._emit(delta if delta.finish_reason is None else replace(delta, timeline=timeline.build()))
-
     def _relay_sealed(self, relay: Holder, length: int) -> None:
         parts = self._parts
         if length != len(parts.acceptor.log):
@@ -209,3 +204,11 @@ class RequestRun:
         main_is_coming = parts.main is not None or parts.awaits_shared
         parts.handoff.sealed(relay, main_is_coming, parts.acceptor.log.ids)
         parts.advance()
+
+
+def _release(timeline: TimelineRecorder, metrics: Metrics, emit: Callable[[Delta], None], delta: Delta) -> None:
+    """``delta`` is the reader's now."""
+    gap_s = timeline.delivered(delta.origin)
+    if gap_s is not None:
+        metrics.itl_s.observe(gap_s)
+    emit(delta if delta.finish_reason is None else replace(delta, timeline=timeline.build()))

@@ -134,6 +134,7 @@ class PromptShare:
         self._when_main = self._when_joined = None
         self._prompt.members.remove(self)
         if not self._prompt.members:
+            self._prompt.leader = None  # they refer to each other
             self._forget()
         elif self._prompt.leader is self:
             self._prompt.relay_coming = False

@@ -17,15 +17,8 @@ async def interleave(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerat
     memory when the reader is slow (a generation is bounded by the context), so a slow reader holds no worker's pages.
     """
     arrived: asyncio.Queue[tuple[int, T] | asyncio.Task[None]] = asyncio.Queue()
-
-    async def drive(index: int, stream: AsyncGenerator[T, None]) -> None:
-        async with aclosing(stream):
-            async for item in stream:
-                arrived.put_nowait((index, item))
-
-    tasks = [asyncio.create_task(drive(index, stream)) for index, stream in enumerate(streams)]
-    for task in tasks:
-        task.add_done_callback(arrived.put_nowait)
+    tasks = [_start(index, stream, arrived) for index, stream in enumerate(streams)]
+    item: tuple[int, T] | asyncio.Task[None] | None = None
     try:
         num_running = len(tasks)
         while num_running:
@@ -36,6 +29,28 @@ async def interleave(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerat
             else:
                 yield item
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _end(tasks)
+        # The error of a task refers to this frame. As long as the frame refers to the task, both wait for a garbage collection, and the
+        # requests with them.
+        item = None
+        tasks.clear()
+        while not arrived.empty():
+            arrived.get_nowait()
+
+
+def _start(index: int, stream: AsyncGenerator[T, None], arrived: asyncio.Queue[tuple[int, T] | asyncio.Task[None]]) -> asyncio.Task[None]:
+    task = asyncio.create_task(_drive(index, stream, arrived))
+    task.add_done_callback(arrived.put_nowait)
+    return task
+
+
+async def _drive(index: int, stream: AsyncGenerator[T, None], arrived: asyncio.Queue[tuple[int, T] | asyncio.Task[None]]) -> None:
+    async with aclosing(stream):
+        async for item in stream:
+            arrived.put_nowait((index, item))
+
+
+async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
