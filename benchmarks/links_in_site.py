@@ -1,15 +1,17 @@
 """Goodput of the links between two processes of one host, taken in turns in one run, as ratios to TCP on loopback.
 
-python benchmarks/links_in_site.py [--json FILE] [--rounds N] [--links tcp,shm,nixl] [--what in_place,link,made,pages]
+python benchmarks/links_in_site.py [--json FILE] [--rounds N] [--links tcp,shm,nixl] [--what in_place,link,link_small,made,pages]
 
-A transfer of 268 MB, in four ways. In the first, what the link itself takes is counted, in the others the seconds from opening the
+A transfer of 268 MB, in five ways. In the first, what the link itself takes is counted, in the others the seconds from opening the
 transfer until all of it is acknowledged:
 
 *in_place*: blocks that are there, of 8 MiB, 64 MiB at once, in memory that the link lends (``shm``) or in memory of the maker's own
 (``tcp``), as workers have them after reading their pages; to a receiver that drops them. The clock stands while blocks are made.
 
-*link*: blocks that are there, in wire order, 4 MiB each and still in the cache, to a receiver that drops them. Shared memory copies them
-into slots: ``shm_copied``.
+*link*: blocks that are there, in wire order, of 8 MiB, in memory of the maker's own, to a receiver that drops them. Shared memory copies
+them into slots: ``shm_copied``.
+
+*link_small*: the same with blocks of 4 MiB, which are still in the cache.
 
 *made*: a thread makes the blocks, 16 MiB at once, by a plain copy of bytes that are in the cache, in memory that the link lends (``shm``)
 or in memory of its own that was there (``tcp``); the receiver drops them.
@@ -61,7 +63,7 @@ from pddbridge.native.moves import native_moves
 SPEC: Final = KVSpec.gqa(32, 8, 128, "bfloat16")
 TOKENS: Final = TokenRange(0, 2048)  # 268 MB
 PAGE_SIZE: Final = 16
-PIECE_TOKENS: Final = 64  # 4 MiB of one plane
+SMALL_TOKENS: Final = 64  # 4 MiB of one plane
 # As a worker reads: see pdd.worker.executor.ExecutorLimits.
 READ_TOKENS: Final = (16 << 20) // SPEC.bytes_per_token
 WINDOW_BYTES: Final = 64 << 20
@@ -69,7 +71,8 @@ SENDER: Final = Handshake(1, "benchmark", SPEC, 11, "sender")
 WARM_UP_ROUNDS: Final = 1
 TARGET: Final = 4.0
 COPIED: Final = "shm_copied"
-AIMED_AT: Final = (("in_place", "shm"), ("link", COPIED), ("made", "shm"), ("pages", "shm"))
+# What the link itself takes. From pages to pages both wait for the same reading and placing.
+AIMED_AT: Final = (("in_place", "shm"), ("link", COPIED), ("link_small", COPIED), ("made", "shm"))
 
 # Pushes all of a transfer; or an awaitable that does, and gives the seconds that count.
 Feed = Callable[[OutgoingTransfer, "_Acked"], "Awaitable[float] | None"]
@@ -212,7 +215,7 @@ class _Links:
 
 def rows_of(way: str, links: list[str]) -> list[str]:
     """What is measured in turns, one transfer each."""
-    over_shm = {"in_place": ("shm",), "link": (COPIED,), "made": ("shm",), "pages": (COPIED, "shm")}[way]
+    over_shm = {"in_place": ("shm",), "link": (COPIED,), "link_small": (COPIED,), "made": ("shm",), "pages": (COPIED, "shm")}[way]
     return [name for link in links for name in (over_shm if link == "shm" else (link,))]
 
 
@@ -222,7 +225,7 @@ async def _measure(pipe: Connection, epoch: int, links: list[str], rounds: int, 
         opened = _Links(pipe, epoch, links, stack)
         await opened.start()
         for way in ways:
-            feed = {"in_place": _in_place_feed, "link": _link_feed, "made": _made_feed, "pages": _pages_feed}[way]()
+            feed = FEEDS[way]()
             for round_number in range(WARM_UP_ROUNDS + rounds):
                 for link in rows_of(way, links):
                     before = opened.copied
@@ -260,9 +263,9 @@ def _lent(transfer: OutgoingTransfer, tokens: TokenRange) -> tuple[np.ndarray, .
     return None if memory is None else arrays_in(memory, SPEC, len(tokens))
 
 
-def _link_feed() -> Callable[[str], Feed]:
-    piece, starts = _piece(PIECE_TOKENS), range(0, len(TOKENS), PIECE_TOKENS)
-    blocks = [block for start in starts for block in _blocks(TokenRange(start, start + PIECE_TOKENS), (piece, piece))]
+def _link_feed(num_tokens: int) -> Callable[[str], Feed]:
+    piece, starts = _piece(num_tokens), range(0, len(TOKENS), num_tokens)
+    blocks = [block for start in starts for block in _blocks(TokenRange(start, start + num_tokens), (piece, piece))]
 
     def push_all(transfer: OutgoingTransfer, _: _Acked) -> None:
         _push(transfer, tuple(blocks))
@@ -329,12 +332,21 @@ def _push(transfer: OutgoingTransfer, blocks: tuple[KVBlock, ...]) -> None:
         transfer.push(block)
 
 
+FEEDS: Final[dict[str, Callable[[], Callable[[str], Feed]]]] = {
+    "in_place": _in_place_feed,
+    "link": lambda: _link_feed(READ_TOKENS),
+    "link_small": lambda: _link_feed(SMALL_TOKENS),
+    "made": _made_feed,
+    "pages": _pages_feed,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--links", default="tcp,shm")
-    parser.add_argument("--what", default="in_place,link,made,pages")
+    parser.add_argument("--what", default=",".join(FEEDS))
     arguments = parser.parse_args()
     links, ways = arguments.links.split(","), arguments.what.split(",")
     ours, theirs = multiprocessing.Pipe()

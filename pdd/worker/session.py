@@ -136,6 +136,7 @@ class Session:
         if self._transfer_id is not None:
             await self._traffic.fence(self._transfer_id)
         await self._step_loop.close(self.request_id)
+        self._pushes.clear()  # they refer to this session, and hold what their transfers do
         self._forget(self.request_id)
 
     def _push_ended(self, outcome: PushOutcome) -> None:

@@ -165,7 +165,7 @@ class Push:
         self._codec = codec
         self._step_loop = step_loop
         self._ended = ended
-        self._waiting = asyncio.create_task(self._wait(), name=f"push-{request_id}-{target}")
+        self._waiting: asyncio.Task[None] | None = asyncio.create_task(self._wait(), name=f"push-{request_id}-{target}")
 
     def send(self, blocks: Iterable[KVBlock]) -> None:
         """Queue blocks that the step thread read for this target."""
@@ -183,7 +183,9 @@ class Push:
 
     def cancel(self) -> None:
         """Send nothing more. Idempotent."""
-        self._waiting.cancel()
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None  # a cancelled task refers to whom it ran for
         self._transfer.cancel()
 
     async def _wait(self) -> None:

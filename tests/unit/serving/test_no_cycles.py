@@ -5,10 +5,9 @@ request, and looking for them holds up the loop.
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 import pytest
 
@@ -16,29 +15,12 @@ from pdd.errors import PddError
 from pdd.serving.coordinator import Coordinator
 from pdd.serving.request import GenerationRequest
 from pdd.serving.streams import interleave
+from tests.support.cycles import cycles_of
 from tests.support.generation import hashed_token, make_request
 from tests.support.scripted_workers import THREE_WORKERS, serving
 from tests.support.worker_script import Script
 
 NUM_REQUESTS = 4
-
-
-@contextmanager
-def cycles_of(package: str) -> Iterator[Counter[str]]:
-    """Filled at the end: objects of classes in ``package`` that only a collection could free, by class."""
-    found: Counter[str] = Counter()
-    gc.collect()
-    gc.disable()
-    try:
-        yield found
-        gc.set_debug(gc.DEBUG_SAVEALL)
-        gc.collect()
-        names = (f"{type(one).__module__}.{type(one).__qualname__}" for one in gc.garbage)
-        found.update(name for name in names if name.startswith(package))
-    finally:
-        gc.set_debug(0)
-        gc.garbage.clear()
-        gc.enable()
 
 
 async def read(coordinator: Coordinator, requests: list[GenerationRequest], num_deltas: int | None = None) -> None:
