@@ -15,6 +15,7 @@ from pdd.user_yaml import mistakes
 
 DEFAULT_CONFIG = Path("configs/local.yaml")
 FIGURE_SUFFIXES = (".png", ".svg")
+REPORT_SUFFIXES = (".html", ".png")
 ConfigArgument = Annotated[Path, typer.Argument(help="launch config (YAML)")]
 
 
@@ -52,8 +53,17 @@ def writable(option: typer.CallbackParam, path: Path | None) -> Path | None:
 
 def drawable(option: typer.CallbackParam, path: Path | None) -> Path | None:
     """As ``writable``, for a figure."""
-    if path is not None and path.suffix.lower() not in FIGURE_SUFFIXES:
-        raise fail(f"{option.opts[0]}: given {str(path)!r}, allowed a name that ends in {' or '.join(FIGURE_SUFFIXES)}", 2)
+    return _writable_as(FIGURE_SUFFIXES, option, path)
+
+
+def reportable(option: typer.CallbackParam, path: Path | None) -> Path | None:
+    """As ``writable``, for a page or a picture."""
+    return _writable_as(REPORT_SUFFIXES, option, path)
+
+
+def _writable_as(suffixes: tuple[str, ...], option: typer.CallbackParam, path: Path | None) -> Path | None:
+    if path is not None and path.suffix.lower() not in suffixes:
+        raise fail(f"{option.opts[0]}: given {str(path)!r}, allowed a name that ends in {' or '.join(suffixes)}", 2)
     return writable(option, path)
 
 

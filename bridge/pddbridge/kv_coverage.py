@@ -58,12 +58,17 @@ class Coverage:
         cells = self._cells(group, plane, layers, tokens)
         return bool((cells if heads == self._heads[group][plane] else cells & self._bits(group, plane, heads)).any())
 
-    def take(self, group: int, plane: int, layers: LayerRange, tokens: TokenRange, heads: HeadRange) -> None:
-        """Take every cell of a rectangle that is free."""
-        assert not self.any_taken(group, plane, layers, tokens, heads), "a cell may be taken once"
+    def take(self, group: int, plane: int, layers: LayerRange, tokens: TokenRange, heads: HeadRange) -> bool:
+        """Take a rectangle, unless some cell of it is taken: False, and nothing has changed."""
+        if self.any_taken(group, plane, layers, tokens, heads):
+            return False
         cells = self._cells(group, plane, layers, tokens)
-        cells |= self._bits(group, plane, heads)
+        if heads == self._heads[group][plane]:
+            cells.fill(0xFF)  # what is above the last head counts for nothing
+        else:
+            cells |= self._bits(group, plane, heads)
         self.num_free -= len(layers) * len(tokens) * len(heads)
+        return True
 
     def mark(self, group: int, plane: int, layers: LayerRange, tokens: TokenRange, heads: HeadRange) -> None:
         """Take the cells of a rectangle that lie inside what is expected, whether they are free or not."""

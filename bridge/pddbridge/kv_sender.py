@@ -188,10 +188,9 @@ class Sender:
         where = (self._spec.groups.index(group), plane)
         if not self._coverage.contains(*where, block.tokens, block.heads):
             raise ValueError(f"push: {block.tokens} {block.heads} of {block.plane!r} is outside the transfer of {self.tokens}")
-        if self._coverage.any_taken(*where, block.layers, block.tokens, block.heads):
-            raise ValueError(f"push: {block.layers} {block.tokens} {block.heads} of {block.plane!r} was pushed before")
         parts = list(split_block(block, self._framing.max_frame_bytes))
-        self._coverage.take(*where, block.layers, block.tokens, block.heads)
+        if not self._coverage.take(*where, block.layers, block.tokens, block.heads):
+            raise ValueError(f"push: {block.layers} {block.tokens} {block.heads} of {block.plane!r} was pushed before")
         self._owed_bytes += block.values.nbytes
         return sum(self._sift(part) for part in parts)
 

@@ -164,7 +164,8 @@ class Receiver:
         admission = self.inspect(header)
         if admission is Admission.PLACE:
             assert self._coverage is not None
-            self._coverage.take(*header.rectangle)
+            taken = self._coverage.take(*header.rectangle)
+            assert taken, "inspect looked at every cell"
             self._writing[header.cells] = header.payload_crc
         elif admission in (Admission.AGAIN, Admission.WAIT):
             self._num_repeated += 1

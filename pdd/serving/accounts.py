@@ -20,6 +20,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from pdd.errors import Code, PddError
 from pdd.strict_model import StrictModel
+from pdd.user_yaml import read_yaml
 
 log = logging.getLogger(__name__)
 
@@ -115,13 +116,9 @@ def digest(key: str) -> str:
 
 def read_tenants(path: Path) -> Tenants:
     """Raises ValueError naming the field."""
+    raw = read_yaml("security.api_keys:", path)
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
         tenants = _TENANTS.validate_python({} if raw is None else raw)
-    except OSError as error:
-        raise ValueError(f"security.api_keys: cannot read {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"security.api_keys: {path} is not YAML: {' '.join(str(error).split())}") from error
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise ValueError(f"security.api_keys: {path}: {'.'.join(str(part) for part in first['loc'])}: {first['msg']}") from error

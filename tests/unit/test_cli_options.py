@@ -29,6 +29,11 @@ def test_a_figure_has_a_suffix_that_can_be_drawn(command: list[str], tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_report_has_a_suffix_that_says_what_it_is(tmp_path: Path) -> None:
+    assert "allowed a name that ends in .html or .png" in refused(["bench", "serve", "--report", str(tmp_path / "a.xyz")])
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [

@@ -81,7 +81,7 @@ class _ShmCarrier:
         return self._arena.loans
 
     def holds(self, payload: memoryview) -> bool:
-        return self._arena.offset_of(payload) is not None
+        return self._arena.loans.any_out and self._arena.offset_of(payload) is not None
 
     def take(self) -> int:
         return self._arena.free.take()

@@ -39,6 +39,11 @@ class SlotLoans:
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def any_out(self) -> bool:
+        """Whether something is lent. Of a block that exists: whether it may lie in such memory."""
+        return len(self._free) < len(self._slots)
+
     def take(self, num_bytes: int, shared: bool) -> np.ndarray | str:
         """uint8 [num_bytes] of a slot's memory, or why not."""
         if self._slots and num_bytes > len(self._slots[0]):

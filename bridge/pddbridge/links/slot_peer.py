@@ -335,8 +335,10 @@ class _Connection:
                 await (self._peer.wait_for_work() if self._carrier.num_free else self._slot_free.wait())
                 continue
             await self._carrier.send(notes, frames)
-            # A send that is taken at once does not yield; without this a long transfer would hold up the loop.
-            await asyncio.sleep(0)
+            if self._carrier.num_free:
+                # A send that is taken at once does not yield; without this a long transfer would hold up the loop. With no slot free the
+                # next turn waits.
+                await asyncio.sleep(0)
 
     def _take_frames(self) -> Iterator[SlottedFrame]:
         """Some frames, as long as there are slots and frames. Those that need none wait as well while there is none: it is their turn that

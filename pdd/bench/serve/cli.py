@@ -16,7 +16,7 @@ from pdd.bench.serve.client import Target, speaks_pdd
 from pdd.bench.serve.figures import METRICS, Asked, parse_goodput
 from pdd.bench.serve.load import LoadPlan
 from pdd.bench.serve.trace import Scale, Taken, read_trace
-from pdd.cli_common import above_zero, cache_dir, fail, wide_console, writable
+from pdd.cli_common import above_zero, cache_dir, fail, reportable, wide_console, writable
 
 Dataset = Literal["random", "prefix_repetition", "agents", "trace"]
 
@@ -83,7 +83,7 @@ def serve(
     label: Annotated[str | None, typer.Option(help="in the JSON")] = None,
     save_detailed: Annotated[bool, typer.Option("--save-detailed", help="a list per request in the JSON, too")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", "--result-filename", callback=writable, help="write the figures here")] = None,
-    report: Annotated[Path | None, typer.Option(callback=writable, help="timelines of all requests (HTML or PNG)")] = None,
+    report: Annotated[Path | None, typer.Option(callback=reportable, help="timelines of all requests (HTML or PNG)")] = None,
 ) -> None:
     """Load against an OpenAI-compatible endpoint, or against the three modes of a launch config in one run. Exit status 1 when a request
     failed."""

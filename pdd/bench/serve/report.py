@@ -61,10 +61,10 @@ def spans(record: Record) -> list[Span]:
 
 
 def save_report(measured: Sequence[Measured], told: Told, path: Path) -> None:
-    """PNG for a ``.png`` path, else one HTML file with the picture and the tables in it."""
+    """PNG for a ``.png`` path, for others one HTML file with the picture and the tables in it."""
     picture = _picture(measured)
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".png":
+    if path.suffix.lower() == ".png":
         path.write_bytes(picture)
         return
     rows = "".join(

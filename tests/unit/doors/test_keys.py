@@ -211,6 +211,8 @@ def test_keys_are_kept_as_hashes_and_long(file: Path) -> None:
         ("alice: {max_concurrent: 0}", "max_concurrent"),
         (json.dumps({"alice": {"keys": ["0" * 64]}, "bob": {"keys": ["0" * 64]}}), "bob has a key of alice"),
         ("[", "not YAML"),
+        ("alice: {}\nbob: {}\nalice: {max_concurrent: 1}", "key 'alice' is given twice"),
+        ("alice: {max_concurrent: yes}", "max_concurrent: given True, a number is expected"),
     ],
 )
 def test_a_wrong_file_is_refused_naming_what_is_wrong(file: Path, text: str, told: str) -> None:

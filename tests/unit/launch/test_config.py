@@ -60,6 +60,8 @@ MISTAKES = {
     "no cores": (set_in("workers", 0, "cpus", []), "workers.0.cpus: given []"),
     "cores as text": (set_in("workers", 0, "cpus", "0-1"), "workers.0.cpus: given '0-1', allowed a list"),
     "a name instead of a list": (set_in("sites", "a"), "sites: a list is expected (given 'a')"),
+    "threads switched on": (set_in("workers", 0, "threads", True), "threads: given True, a number is expected"),
+    "a port switched off": (set_in("serving", "http_port", False), "http_port: given False, a number is expected"),
     "threads absurd": (set_in("workers", 0, "threads", 100_000), "workers.0.threads"),
 }
 
