@@ -86,13 +86,13 @@ async def test_a_client_that_never_reads_holds_no_generation(text: TextModel) ->
 
 @pytest.mark.slow
 async def test_a_client_that_takes_nothing_is_cut_off_and_counted_at_either_door(text: TextModel) -> None:
-    """More than all buffers on the way hold, so that the doors cannot get rid of it."""
+    """More than all buffers on the way hold, so that the doors cannot get rid of it: gRPC's window grows to 16 MiB and more."""
     script = Script(tokens=tuple([104] * 60_000))
     async with open_doors(ScriptedCoordinator(text, script), stalled_after_s=0.3) as doors:
         doors.coordinator.limits = Limits(max_context_tokens=100_000)
         _reader, writer = await send_raw(doors.http_port, COMPLETIONS, ask(COMPLETIONS, stream=True, max_tokens=60_000))
         call = inference_pb2_grpc.InferenceStub(doors.channel).Generate(
-            inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[5, 6]), max_tokens=60_000, ignore_eos=True)
+            inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[5, 6]), max_tokens=60_000, num_logprobs=20, ignore_eos=True)
         )
         await until(lambda: sorted(doors.stalled) == ["grpc", "http"], within_s=60)
         with pytest.raises(grpc.aio.AioRpcError, match="took nothing"):
