@@ -8,10 +8,9 @@ import json
 import openai
 import pytest
 
-from pdd.errors import Code, PddError
 from pdd.serving.text.model import TextModel
 from tests.support.doors import SERVING, Doors, open_doors
-from tests.support.scripted_coordinator import Limits, ScriptedCoordinator, failure
+from tests.support.scripted_coordinator import Limits, ScriptedCoordinator
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -373,41 +372,3 @@ async def test_a_handoff_position_needs_a_relay(doors: Doors) -> None:
         {"handoff_at": 2**31},
     ):
         assert (await refused(doors, COMPLETIONS, ask(COMPLETIONS, pdd=override)))["param"] == "handoff_at"
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("code", "status", "kind"),
-    [
-        (Code.RESOURCE_EXHAUSTED, 429, "rate_limit_error"),
-        (Code.UNAVAILABLE, 503, "server_error"),
-        (Code.DEADLINE_EXCEEDED, 504, "server_error"),
-        (Code.INVALID_ARGUMENT, 400, "invalid_request_error"),
-    ],
-)
-async def test_a_failure_before_the_first_token_has_its_status(text: TextModel, code: Code, status: int, kind: str, stream: bool) -> None:
-    async with open_doors(ScriptedCoordinator(text, failure(PddError(code, "said so"), 0))) as doors:
-        for path in (CHAT, COMPLETIONS):
-            answer = await doors.post(path, ask(path, stream=stream))
-            assert answer.status_code == status
-            assert answer.json()["error"]["message"] == "said so"
-            assert answer.json()["error"]["type"] == kind
-            assert ("retry-after" in answer.headers) == (status in (429, 503))
-
-
-async def test_a_refused_client_is_told_when_to_come_again(text: TextModel) -> None:
-    full = PddError(Code.RESOURCE_EXHAUSTED, "300 requests wait already, allowed are 256", retry_after_s=7.2)
-    async with open_doors(ScriptedCoordinator(text, failure(full, 0))) as doors:
-        answer = await doors.post(CHAT, ask(CHAT, stream=True))
-        assert (answer.status_code, answer.headers["retry-after"]) == (429, "8")
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_an_unexpected_failure_tells_nothing_of_the_inside(text: TextModel, stream: bool) -> None:
-    script = failure(PddError(Code.INTERNAL, ""), 0)
-    script.error = KeyError("secret")
-    async with open_doors(ScriptedCoordinator(text, script)) as doors:
-        answer = await doors.post(COMPLETIONS, ask(COMPLETIONS, stream=stream))
-    assert answer.status_code == 500
-    assert answer.json()["error"]["type"] == "server_error"
-    assert "secret" not in answer.text
