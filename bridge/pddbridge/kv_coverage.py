@@ -24,7 +24,7 @@ def rectangle_of(cells: Cells) -> Rectangle:
 class Coverage:
     """Cells of ``tokens`` for every plane of ``spec``, restricted to ``heads`` (absolute) where given.
 
-    One bit per cell: a thousandth of the KV it stands for, and its size is fixed by what was expected, not by what arrives. Tokens come
+    One bit per cell: about a thousandth of the KV it stands for, and its size is fixed by what was expected, not by what arrives. Tokens come
     first, so that what a chunk covers, all layers and heads of some tokens, lies in one piece.
     """
 
@@ -113,6 +113,8 @@ class Coverage:
 
     def _cells(self, group: int, plane: int, layers: LayerRange, tokens: TokenRange) -> np.ndarray:
         """Of all heads: uint8 [tokens, layers, bytes], a view."""
+        assert self.tokens.start <= tokens.start
+        assert tokens.stop <= self.tokens.stop
         first_layer, first_token = self._first_layers[group], self.tokens.start
         return self._taken[group][plane][
             tokens.start - first_token : tokens.stop - first_token,
