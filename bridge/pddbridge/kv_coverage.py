@@ -24,8 +24,8 @@ def rectangle_of(cells: Cells) -> Rectangle:
 class Coverage:
     """Cells of ``tokens`` for every plane of ``spec``, restricted to ``heads`` (absolute) where given.
 
-    One bit per cell: about a thousandth of the KV it stands for, and its size is fixed by what was expected, not by what arrives. Tokens come
-    first, so that what a chunk covers, all layers and heads of some tokens, lies in one piece.
+    One bit per cell: about a thousandth of the KV it stands for, and its size is fixed by what was expected, not by what arrives. Tokens
+    come first, so that what a chunk covers, all layers and heads of some tokens, lies in one piece.
     """
 
     def __init__(self, spec: KVSpec, tokens: TokenRange, heads: HeadRange | None = None) -> None:
